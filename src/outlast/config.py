@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import io
 import re
+import time
 import tomllib
 import types
 import typing
@@ -495,3 +496,36 @@ def to_toml(c: Config) -> str:
 def _toml_string(text: str) -> str:
     escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text)
     return f'"{escaped}"'
+
+
+# --- The run folder --------------------------------------------------------------------------------
+
+
+def take_config_file(args: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Take `--config FILE` (or `--config=FILE`) out of a command's arguments.
+
+    Raises:
+        ConfigError: it has no value.
+    """
+    file, rest, left = None, [], list(args)
+    while left:
+        arg = left.pop(0)
+        if arg == "--config":
+            if not left:
+                raise ConfigError("--config: a value is missing; give the path of a TOML file")
+            file = left.pop(0)
+        elif arg.startswith("--config="):
+            file = arg.partition("=")[2]
+        else:
+            rest.append(arg)
+    return file, rest
+
+
+def new_run_dir(file: str | Path | None) -> str:
+    """`runs/NAME-TIME`, of a run that wasn't given a folder."""
+    return str(Path("runs") / f"{Path(file).stem if file else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def with_run_dir(config: C, run_dir: str) -> C:
+    """The same config with another run folder."""
+    return dataclasses.replace(config, job=dataclasses.replace(config.job, run_dir=run_dir))

@@ -88,6 +88,19 @@ def read_events(run_dir: str | Path) -> list[dict[str, Any]]:
     return EventTail(run_dir).read()
 
 
+def last_commit(run_dir: str | Path) -> int:
+    """The highest step that a run is known to have committed, 0 if none: from the ends of its event files."""
+    last = 0
+    for path in (Path(run_dir) / "events").glob("*.jsonl"):
+        with path.open("rb") as f:
+            f.seek(max(0, path.stat().st_size - _TAIL))
+            last = max([last, *(e["step"] for e in _parse(f.read().splitlines()) if e["kind"] == "commit")])
+    return last
+
+
+_TAIL = 1 << 20
+
+
 def _parse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:

@@ -1,0 +1,4 @@
+"""What is trained on: text to a token store (`corpus`), sample index to tokens (`order`).
+
+Imports no torch.
+"""

@@ -1,0 +1,265 @@
+"""The sums of a step's work units: gradients, loss, tokens, and which units are in them.
+
+`ExactSums` adds in 64-bit integers. Integer addition is associative, so the sum has the same bits in any
+order and any grouping, whoever computed the units. `FloatSums` adds in fp32: same samples, float rounding.
+
+Both keep a *ledger* beside the gradients: how often each unit was added, its flags, the loss in fixed
+point and the number of tokens. Everything in it is an integer, so it is exact in either mode.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+Wait = Callable[[], None]
+Exchange = Callable[[Tensor], Wait]
+"""Begins to add a tensor, in place, over all who hold a part of the sums; call the result to wait for it."""
+
+RANGE_BITS = 10
+"""Headroom: an element of one unit's mean gradient may be as large as 2**10 in exact mode; a larger one
+flags its unit, and the update is skipped."""
+LOSS_BITS = 24
+"""Fixed-point bits of the loss: the sum of 4M tokens' losses is kept to 6e-8 nats."""
+_PIECE = {"cpu": 1 << 18}  # elements handled at a time: stays in cache
+_PIECE_ELSEWHERE = 1 << 24
+
+
+class NotWholeError(Exception):
+    """The sums don't hold each unit exactly once."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A whole step, summed.
+
+    Attributes:
+        loss: mean over the step's tokens, nats.
+        tokens: targets that counted.
+        grad: fp32 mean gradient, flat, in the order of the parameters; each `p.grad` is a view of it.
+        bad_units: units whose gradient or loss wasn't finite, or was out of range. `grad` means nothing then.
+        seal: sum of everyone's seals.
+        hash: of the summed bits; equal wherever the sums are.
+    """
+
+    loss: float
+    tokens: int
+    grad: Tensor
+    bad_units: tuple[int, ...]
+    seal: int
+    hash: str
+
+
+class Sums:
+    """Adds whole units, and settles a step.
+
+    Args:
+        params: trainable parameters, in a fixed order. Their gradients must be None when a unit starts.
+        units: work units a step, M.
+        unit_tokens: tokens of a whole unit; only its power of two matters.
+    """
+
+    dtype: torch.dtype
+
+    def __init__(self, params: Sequence[Tensor], units: int, unit_tokens: int) -> None:
+        self.params = list(params)
+        self.units = units
+        self.scale = 2.0 ** -math.ceil(math.log2(unit_tokens))
+        """What a unit's summed loss is multiplied by before its backward: a power of two, so exact."""
+        self.device = self.params[0].device
+        self.piece = _PIECE.get(self.device.type, _PIECE_ELSEWHERE)
+        self.size = sum(p.numel() for p in self.params)
+        self._flat = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        self._grad = torch.zeros(self.size, dtype=torch.float32, device=self.device)
+        self._views = [v.view(p.shape) for v, p in zip(self._split(self._grad), self.params, strict=True)]
+        self._ledger = torch.zeros(2 * units + 3, dtype=torch.int64)  # added[M], flags[M], loss, tokens, seal
+        self._empty = True
+        self._spare: list[Tensor] = []
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        return list(flat.split([p.numel() for p in self.params]))
+
+    def add(self, unit: int, loss_sum: Tensor, tokens: int) -> bool:
+        """Take one unit's gradients, whole, out of the parameters.
+
+        Args:
+            unit: its number, 0 to M-1.
+            loss_sum: summed loss of its tokens, nats; its backward has run on `loss_sum * scale`.
+            tokens: targets that counted.
+
+        Returns:
+            False if the unit is flagged: it counts as added, with nothing in it, and the step's update will be
+            skipped. A function of the unit alone, so everyone would come to the same.
+        """
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.params]
+        loss = float(loss_sum)
+        loss_fixed = loss * 2.0**LOSS_BITS
+        good = math.isfinite(loss) and abs(loss_fixed) <= 2**62 / self.units and self._in_range(grads)
+        if good:
+            for into, grad in zip(self._split(self._flat), grads, strict=True):
+                self._add(into, grad.reshape(-1), self._empty)
+            self._empty = False
+            self._ledger[2 * self.units] += round(loss_fixed)
+        self._ledger[unit] += 1
+        self._ledger[self.units + unit] += int(not good)
+        self._ledger[2 * self.units + 1] += tokens
+        for p in self.params:
+            p.grad = None
+        return good
+
+    def clear(self) -> None:
+        """Forget all units. The next `add` starts from nothing."""
+        self._ledger.zero_()
+        self._empty = True  # what lies in the sums is overwritten by the next unit
+        for p in self.params:
+            p.grad = None
+
+    def settle(self, exchange: Exchange | None = None, seal: int = 0) -> Totals:
+        """The step's totals; each `p.grad` is set. The sums stay as they are until `clear`.
+
+        Args:
+            exchange: adds a tensor over all who hold a part of the sums; it works on copies. None: all is here.
+            seal: any number; the totals carry the sum of everyone's.
+
+        Raises:
+            NotWholeError: the sums of all don't hold each unit exactly once.
+        """
+        ledger = self._ledger.clone()
+        ledger[-1] = seal
+        if exchange:
+            exchange(ledger)()
+        self._check(ledger[: self.units], "ledger")
+        bad = tuple(ledger[self.units : 2 * self.units].nonzero().flatten().tolist())
+        loss_fixed, tokens, total_seal = ledger[2 * self.units :].tolist()
+        ledger[-1] = 0
+        digest = xxhash.xxh3_128(_bytes(ledger))
+        if self._empty:
+            self._flat.zero_()
+        if not bad:
+            factor = 1.0 / (max(tokens, 1) * self.scale)
+            if exchange:
+                self._settle_pieces(exchange, factor, digest)
+            else:
+                for lo, hi in self._pieces():
+                    self._finish(self._flat[lo:hi], self._grad[lo:hi], factor)
+            for p, g in zip(self.params, self._views, strict=True):
+                p.grad = g
+        loss = loss_fixed / 2.0**LOSS_BITS / max(tokens, 1)
+        return Totals(loss, tokens, self._grad, bad, total_seal, digest.hexdigest())
+
+    def _settle_pieces(self, exchange: Exchange, factor: float, digest: xxhash.xxh3_128) -> None:
+        """Copy, exchange, check and convert piece by piece, one in flight while the next is prepared.
+
+        Each piece carries the units' counts at its end, so each proves for itself what it is the sum of. After
+        an error the buffers in flight are left to whoever still holds them, never reused.
+        """
+        buffers, self._spare = self._spare, []
+        flying: deque[tuple[Tensor, Wait, int, int]] = deque()
+
+        def land() -> None:
+            buffer, wait, lo, hi = flying.popleft()
+            wait()
+            self._check(buffer[hi - lo :], f"elements {lo} to {hi}")
+            digest.update(_bytes(buffer[: hi - lo]))
+            self._finish(buffer[: hi - lo], self._grad[lo:hi], factor)
+            buffers.append(buffer)
+
+        counts = self._ledger[: self.units].to(self.device, self.dtype)
+        for lo, hi in self._pieces():
+            n = hi - lo
+            whole = min(self.piece, self.size) + self.units
+            store = buffers.pop() if buffers else torch.empty(whole, dtype=self.dtype, device=self.device)
+            buffer = store[: n + self.units] if n + self.units < whole else store
+            buffer[:n].copy_(self._flat[lo:hi])
+            buffer[n:].copy_(counts)
+            flying.append((buffer, exchange(buffer), lo, hi))
+            if len(flying) == 2:
+                land()
+        while flying:
+            land()
+        self._spare = [b for b in buffers if b.numel() == min(self.piece, self.size) + self.units]
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        return [(lo, min(lo + self.piece, self.size)) for lo in range(0, self.size, self.piece)]
+
+    def _check(self, counts: Tensor, where: str) -> None:
+        if not bool((counts == 1).all()):
+            wrong = (counts != 1).nonzero().flatten()[:5].tolist()
+            raise NotWholeError(f"{where}: units {wrong} aren't in the sum exactly once")
+
+    def _in_range(self, grads: Sequence[Tensor]) -> bool:
+        raise NotImplementedError
+
+    def _add(self, into: Tensor, grad: Tensor, first: bool) -> None:
+        """Add a gradient to its place in the sums, or put it there if it is the first."""
+        raise NotImplementedError
+
+    def _finish(self, total: Tensor, grad: Tensor, factor: float) -> None:
+        """Turn sums into the mean gradient, fp32."""
+        raise NotImplementedError
+
+
+class ExactSums(Sums):
+    """int64 fixed point. One element of one unit is `round(g * 2**bits)`, with `|g| <= 2**RANGE_BITS`.
+
+    `bits` leaves room for M units: `2**(bits + RANGE_BITS) * M <= 2**62`. At M = 16 one step of the grid is
+    2**-48 = 3.6e-15; a float32 gradient of 1e-7 is kept to its last bit.
+    """
+
+    dtype = torch.int64
+
+    def __init__(self, params: Sequence[Tensor], units: int, unit_tokens: int) -> None:
+        super().__init__(params, units, unit_tokens)
+        self.bits = 62 - math.ceil(math.log2(units)) - RANGE_BITS
+        n = min(self.piece, self.size)
+        self._float = torch.empty(n, dtype=torch.float32, device=self.device)
+        self._int = torch.empty(n, dtype=torch.int64, device=self.device)
+        self._double = torch.empty(n, dtype=torch.float64, device=self.device)
+
+    def _in_range(self, grads: Sequence[Tensor]) -> bool:
+        peaks = torch.stack([torch.stack(g.aminmax()).float() for g in grads])  # NaN survives
+        return bool(peaks.abs().amax() <= 2.0**RANGE_BITS)
+
+    def _add(self, into: Tensor, grad: Tensor, first: bool) -> None:
+        for to, g in zip(into.split(self.piece), grad.split(self.piece), strict=True):
+            scaled = self._float[: g.numel()]
+            torch.mul(g, 2.0**self.bits, out=scaled).round_()
+            if first:
+                to.copy_(scaled)
+            else:
+                to.add_(self._int[: g.numel()].copy_(scaled))
+
+    def _finish(self, total: Tensor, grad: Tensor, factor: float) -> None:
+        wide = self._double[: total.numel()]
+        grad.copy_(wide.copy_(total).mul_(factor * 2.0**-self.bits))
+
+
+class FloatSums(Sums):
+    """fp32. A gradient that isn't finite shows in the sum, so it isn't looked for unit by unit."""
+
+    dtype = torch.float32
+
+    def _in_range(self, grads: Sequence[Tensor]) -> bool:
+        return True
+
+    def _add(self, into: Tensor, grad: Tensor, first: bool) -> None:
+        if first:
+            into.copy_(grad)
+        else:
+            into.add_(grad)
+
+    def _finish(self, total: Tensor, grad: Tensor, factor: float) -> None:
+        torch.mul(total, factor, out=grad)
+
+
+def make_sums(kind: str, params: Sequence[Tensor], units: int, unit_tokens: int) -> Sums:
+    """`training.accumulation` -> the sums."""
+    return {"exact": ExactSums, "float": FloatSums}[kind](params, units, unit_tokens)
+
+
+def _bytes(t: Tensor) -> memoryview:
+    return memoryview(t.detach().cpu().contiguous().numpy()).cast("B")

@@ -1,0 +1,329 @@
+"""The edge of a group: the lighthouse, the heartbeat, and the process group that carries sums.
+
+Everything here touches sockets and clocks, and decides nothing.
+"""
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+from torch.distributed import ReduceOp, TCPStore
+from torch.distributed.distributed_c10d import AllreduceOptions, Work
+
+from outlast.accumulate import Wait
+from outlast.config import FaultTolerance
+from outlast.errors import ConfigError, UserError
+from outlast.ft.protocol import Answer, Participant
+
+os.environ.setdefault("RUST_LOG", "error")  # torchft's client is chatty
+try:
+    from torchft.coordination import LighthouseClient
+    from torchft.process_group import ProcessGroupGloo
+except ImportError as e:
+    raise ConfigError(
+        f"fault tolerance needs torchft, which can't be imported ({e}); it has wheels for Linux x86-64 only: "
+        "`pip install torchft` there, or train with one group"
+    ) from None
+
+
+@dataclass(frozen=True)
+class Times:
+    """Every wait, in seconds; all follow from `fault_tolerance.heartbeat_timeout_ms`."""
+
+    heartbeat: float  # silence after which the lighthouse drops a member
+    beat: float  # between heartbeats
+    join: float  # the lighthouse waits this long for a live member that doesn't ask
+    ask: float  # a quorum call; longer than `join`, or asking again would reset that clock
+    connect: float  # meeting in a new process group
+    exchange: float  # one piece of the sums, once all have arrived
+    unit: float  # the least that a unit may take before the heartbeat stops
+    first_unit: float  # the first one: nothing is known yet
+    phase: float  # start, heal, digest, save
+    lighthouse: float  # without a lighthouse, then give up
+
+    @classmethod
+    def of(cls, config: FaultTolerance) -> "Times":
+        """The times that follow from a config."""
+        beat = config.heartbeat_timeout_ms / 1000
+        join = config.join_timeout_ms / 1000 if config.join_timeout_ms else 20 * beat
+        exchange = config.process_group_timeout_ms / 1000 if config.process_group_timeout_ms else 20 * beat
+        return cls(
+            heartbeat=beat,
+            beat=beat / 5,
+            join=join,
+            ask=join + 10 * beat,
+            connect=4 * beat,
+            exchange=exchange,
+            unit=2 * beat,
+            first_unit=240 * beat,
+            phase=240 * beat,
+            lighthouse=1200 * beat,
+        )
+
+
+class Pulse:
+    """Heartbeats, from a thread, and only while the trainer makes progress.
+
+    Each phase says how long it may take. Past that the beat stops, and the lighthouse lets the others go on.
+    """
+
+    def __init__(self, address: str, name: str, times: Times) -> None:
+        self._address, self._name, self._times = address, name, times
+        self._until = 0.0
+        self._stop = threading.Event()
+        self._beaten = threading.Condition()
+        self._beats = 0
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the trainer is ready to take part."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Fall silent for good."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(self._times.heartbeat)
+
+    @contextmanager
+    def phase(self, seconds: float) -> Iterator[None]:
+        """What follows may take this long. Outside any phase a short time is allowed."""
+        self._until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._until = time.monotonic() + self._times.phase
+
+    def wait_beats(self, count: int, seconds: float) -> bool:
+        """Wait until the lighthouse has heard this group `count` more times."""
+        with self._beaten:
+            goal = self._beats + count
+            return self._beaten.wait_for(lambda: self._beats >= goal, seconds)
+
+    def _beat(self) -> None:
+        client = None
+        while not self._stop.wait(self._times.beat):
+            if time.monotonic() > self._until:
+                continue
+            try:
+                client = client or LighthouseClient(self._address, timedelta(seconds=self._times.heartbeat))
+                client.heartbeat(self._name, timedelta(seconds=self._times.heartbeat))
+                with self._beaten:
+                    self._beats += 1
+                    self._beaten.notify_all()
+            except (RuntimeError, TimeoutError, OSError):
+                client = None  # it may be starting again; the trainer's own calls find out
+
+
+class Lighthouse:
+    """Quorum calls."""
+
+    def __init__(self, address: str, times: Times) -> None:
+        self.address = address
+        self._times = times
+        self._client: LighthouseClient | None = None
+
+    def wait_until_there(self) -> None:
+        """Wait until something accepts connections there.
+
+        Raises:
+            UserError: nothing does, for the time that a quorum may take.
+        """
+        parts = urlsplit(self.address)
+        deadline = time.monotonic() + self._times.ask
+        while True:
+            try:
+                socket.create_connection((parts.hostname or "", parts.port or 80), self._times.connect).close()
+                return
+            except OSError as e:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"no lighthouse at {self.address} after {self._times.ask:g} s ({e.strerror or e}); start one, "
+                        "or set TORCHFT_LIGHTHOUSE or fault_tolerance.lighthouse"
+                    ) from None
+                time.sleep(self._times.beat)
+
+    def quorum(self, request: Participant, ranks: int) -> Answer:
+        """Ask for a quorum, and wait for it.
+
+        Raises:
+            RuntimeError, TimeoutError: no answer.
+        """
+        if self._client is None:
+            self._client = LighthouseClient(self.address, timedelta(seconds=self._times.connect))
+        try:
+            q = self._client.quorum(
+                request.name,
+                timedelta(seconds=self._times.ask),
+                request.address,
+                request.store,
+                request.step,
+                ranks,
+                False,
+                dict(request.data),
+            )
+        except Exception:
+            self._client = None
+            raise
+        members = [Participant(m.replica_id, m.step, m.address, m.store_address, m.data or {}) for m in q.participants]
+        return Answer(f"{q.quorum_id}.{q.created.seconds}.{q.created.nanos}", members)
+
+
+class PlaneError(Exception):
+    """Sums couldn't be carried to the other groups, or from them."""
+
+
+class Plane:
+    """The process group between groups. It can be left at any moment, and then really is left."""
+
+    def __init__(self, name: str, times: Times) -> None:
+        self._name, self._times = name, times
+        self._group: ProcessGroupGloo | None = None
+        self._sockets: dict[int, str] = {}
+        self._flying: list[Work] = []
+        self.size = 1
+
+    def connect(self, store: str, prefix: str, rank: int, size: int, others: set[int]) -> None:
+        """Meet the other members.
+
+        Args:
+            store: host:port of the rendezvous store.
+            prefix: never used before, the same for all who are to meet.
+            rank: of this group among them.
+            size: how many there are; 1 is nobody to meet.
+            others: ports of connections that aren't this group's.
+
+        Raises:
+            PlaneError: they didn't all come in time. Nothing is left open.
+        """
+        self.cancel()
+        self.size = size
+        if size == 1:
+            return
+        before = _open_sockets()
+        self._group = ProcessGroupGloo(timedelta(seconds=self._times.connect))
+        try:
+            self._group.configure(f"{store}/{prefix}", self._name, rank, size)
+        except Exception as e:
+            raise PlaneError(f"not all {size} groups met within {self._times.connect:g} s: {_short(e)}") from None
+        finally:
+            self._sockets = {
+                fd: link for fd, link in _open_sockets().items() if before.get(fd) != link and _has_peer(fd, others)
+            }
+
+    def exchange(self, tensor: torch.Tensor, timeout_s: float) -> Wait:
+        """Begin to add a tensor in place over the members."""
+        if self._group is None:
+            return lambda: None
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.SUM
+        options.timeout = timedelta(seconds=timeout_s)
+        try:
+            work = self._group.allreduce([tensor], options)
+        except RuntimeError as e:
+            raise PlaneError(_short(e)) from None
+        self._flying.append(work)
+
+        def wait() -> None:
+            try:
+                pause = 0.0001  # polled, so that signals are seen
+                while not work.is_completed():
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, 0.005)
+                work.wait()
+            except RuntimeError as e:
+                raise PlaneError(_short(e)) from None
+            self._flying.remove(work)
+
+        return wait
+
+    def cancel(self) -> None:
+        """Leave at once: collectives in flight end with an error, here and at the other members.
+
+        Gloo's own abort waits for a late peer. Shutting the connected sockets down doesn't; the listener must
+        be left alone. A buffer is free only when its `wait` has returned, so all are waited for.
+        """
+        for fd, link in self._sockets.items():
+            try:
+                if os.readlink(f"/proc/self/fd/{fd}") == link:  # else the number has gone to another file
+                    with socket.socket(fileno=os.dup(fd)) as s:
+                        s.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+        for work in self._flying:
+            try:
+                work.wait()
+            except RuntimeError:
+                continue
+        self._flying, self._sockets, self._group, self.size = [], {}, None, 1
+
+
+class Store:
+    """The rendezvous store of this process, on one address only."""
+
+    def __init__(self, host: str) -> None:
+        listener = socket.create_server((host, 0))
+        self.port = listener.getsockname()[1]
+        self.address = f"{host}:{self.port}"
+        # A bound socket and the plain backend: else the store listens on every interface.
+        self._store = TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=False,
+        )
+
+
+def lighthouse_address(config: FaultTolerance) -> str:
+    """Where the lighthouse is: the config's, the environment's, or the field's default.
+
+    Raises:
+        ConfigError: it isn't http://host:port.
+    """
+    address = config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE") or "http://localhost:29510"
+    try:
+        parts = urlsplit(address)
+        good = parts.scheme == "http" and parts.hostname and parts.port
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"lighthouse address {address!r}: expected http://host:port")
+    return address
+
+
+def _open_sockets() -> dict[int, str]:
+    out: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if link.startswith("socket:"):
+            out[int(name)] = link
+    return out
+
+
+def _has_peer(fd: int, others: set[int]) -> bool:
+    """Whether a socket is connected, and not one of those `others` that have come up meanwhile."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as s:
+            return not {s.getpeername()[1], s.getsockname()[1]} & others
+    except (OSError, IndexError):
+        return False
+
+
+def _short(error: Exception) -> str:
+    """A library's message without its source path."""
+    text = re.sub(r"\[/\S+\]\s*", "", str(error)).split("\n")[0]
+    return json.dumps(text)[1:-1][:200]

@@ -1,0 +1,415 @@
+"""The fault-tolerant trainer: the plain one, with its seams overridden.
+
+`fault_tolerant(AnyTrainer)` adds it to a trainer by composition. What to do next is `ft/protocol.py`'s word;
+here it is done.
+"""
+
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import xxhash
+from torch import Tensor
+
+from outlast import checkpoint, saves
+from outlast.accumulate import NotWholeError, Totals, Wait
+from outlast.errors import ConfigError, StorageError, UserError
+from outlast.events import last_commit, to_ranges
+from outlast.ft import heal
+from outlast.ft.fingerprint import fingerprint, numerics_probe
+from outlast.ft.group import Lighthouse, Plane, PlaneError, Pulse, Store, Times, lighthouse_address
+from outlast.ft.protocol import (
+    ROOT,
+    Action,
+    Ask,
+    Commit,
+    Compute,
+    Connect,
+    Exchange,
+    Finish,
+    Heal,
+    Leave,
+    Protocol,
+    Rules,
+)
+from outlast.trainer import Trainer
+
+TOKEN = "OUTLAST_TOKEN"
+_SLICE = 1 << 20  # bytes of weights and optimizer state that each commit's lineage looks at
+
+
+class AttemptEnded(Exception):
+    """This attempt at the step committed nothing; what was computed is kept."""
+
+
+class Stopped(Exception):
+    """Asked to stop, and there is no step in hand to finish."""
+
+
+def fault_tolerant(base: type[Trainer]) -> type[Trainer]:
+    """A trainer class with fault tolerance added."""
+    if issubclass(FaultTolerance, base):
+        return FaultTolerance
+    return type(f"FaultTolerant{base.__name__}", (FaultTolerance, base), {})
+
+
+class FaultTolerance(Trainer):
+    """Seams of the trainer, overridden to train as one of several groups."""
+
+    fault_tolerant = True
+    ranks = 1
+
+    def begin(self) -> None:
+        """Resume as the plain trainer does, then be ready for the others."""
+        ft = self.config.fault_tolerance
+        self.token = os.environ.get(TOKEN, "")
+        if not self.token:
+            raise ConfigError(
+                f"{TOKEN} isn't set: give all groups of the job the same secret, for example "
+                f"{TOKEN}=$(python3 -c 'import secrets; print(secrets.token_hex(16))')"
+            )
+        self.times = Times.of(ft)
+        self.address = lighthouse_address(ft)
+        self.lighthouse = Lighthouse(self.address, self.times)
+        self.lighthouse.wait_until_there()
+        self.name = f"g{ft.replica_id}:{self.events.common['life']}"
+        floor = last_commit(self.run_dir)
+        self.window: dict[int, str] = {0: ROOT}
+        super().begin()
+        self.store = Store(ft.host)
+        self.server = heal.SnapshotServer(ft.host, self.token, self.times.exchange)
+        probe = numerics_probe(self.device, self.config.training.mixed_precision_param == "bfloat16")
+        rules = Rules(
+            name=self.name,
+            units=self.units,
+            steps=self.config.training.steps,
+            num_groups=ft.group_size,
+            min_groups=ft.min_replica_size,
+            exact=self.config.training.accumulation == "exact",
+            fingerprint=fingerprint(self.trajectory(), self.token, self.ranks, probe),
+            floor=floor,
+            address=self.server.address,
+            store=self.store.address,
+        )
+        self.protocol = Protocol(rules, self.step, self.window)
+        self.plane = Plane(self.name, self.times)
+        self.pulse = Pulse(self.address, self.name, self.times)
+        self.next_action: Action | None = None
+        self.committing: Commit | None = None
+        self.first = False
+        self.unit_seconds: deque[float] = deque(maxlen=100)
+        self.attempt_at = time.perf_counter()
+        with self.pulse.phase(self.times.phase):
+            self.pulse.start()
+
+    def resume(self) -> dict[str, Any]:
+        """The plain resume, and the lineage that belongs to it."""
+        facts = super().resume()
+        self.window = {int(s): h for s, h in facts.get("window", {}).items()} or self.window
+        return facts
+
+    def save_facts(self) -> dict[str, Any]:
+        """What the plain trainer keeps, and the lineage."""
+        return super().save_facts() | {"window": {str(s): h for s, h in self.protocol.window.items()}}
+
+    def writes(self) -> bool:
+        """The first active group of the last quorum writes for the run."""
+        return self.first
+
+    # A step ----------------------------------------------------------------------------------------
+
+    def more(self) -> bool:
+        """Also go on with a step that others count on."""
+        return super().more() or (self.stopping and bool(self.protocol.held) and self.step < self.protocol.rules.steps)
+
+    def train_step(self) -> None:
+        """Attempt the step until it is committed."""
+        try:
+            while True:
+                try:
+                    return super().train_step()
+                except AttemptEnded:
+                    continue
+        except Stopped:
+            return None
+
+    def begin_step(self) -> Sequence[int]:
+        """Follow the protocol until it says what to compute."""
+        self.attempt_at = time.perf_counter()
+        action, self.next_action = self.next_action or self.protocol.begin(), None
+        while not isinstance(action, Compute):
+            action = self.perform(action)
+        self.prepare(action)
+        return action.units
+
+    def run_unit(self, unit: int) -> None:
+        """A unit counts as held when it is in the sums, whole; an exception in it clears them."""
+        started = time.perf_counter()
+        with self.pulse.phase(self.unit_limit()):
+            try:
+                super().run_unit(unit)
+            except BaseException:
+                self.sums.clear()
+                self.protocol.unit_broke()
+                raise
+        self.protocol.unit_added(unit)
+        self.unit_seconds.append(time.perf_counter() - started)
+
+    def settle(self) -> Totals:
+        """Exchange the sums with the active groups.
+
+        Raises:
+            AttemptEnded: it failed, or someone is still healing.
+        """
+        action = self.protocol.units_done()
+        if not isinstance(action, Exchange):
+            self.end_attempt(action)
+        self.gate = True
+        try:
+            with self.pulse.phase(self.arrival_limit() + self.times.phase):
+                totals = self.sums.settle(self.exchange, action.seal)
+        except (PlaneError, NotWholeError) as e:
+            self.retry(self.protocol.failed(str(e)), str(e))
+        committing = self.protocol.exchanged(totals.seal, f"{totals.hash} {self.slice_hash()}")
+        if not isinstance(committing, Commit):
+            self.retry(committing, "the exchange mixed two attempts")
+        self.committing = committing
+        return totals
+
+    def exchange(self, tensor: Tensor) -> Wait:
+        """Add a tensor over the active groups. The first of a step waits for all to arrive."""
+        timeout_s, self.gate = (self.arrival_limit() if self.gate else self.times.exchange), False
+        return self.plane.exchange(tensor, timeout_s)
+
+    def commit(self, totals: Totals, **facts: Any) -> None:
+        """The plain commit; its event also says who held what."""
+        assert self.committing is not None
+        by = {name: to_ranges(units) for name, units in self.committing.by.items()}
+        with self.pulse.phase(self.times.phase):
+            super().commit(totals, key=self.committing.key, by=by, lineage=self.committing.lineage, **facts)
+
+    def after_commit(self, values: dict[str, float], tokens: int) -> None:
+        """Tell the protocol first: a save made now carries this commit's lineage."""
+        assert self.committing is not None
+        values = {**values, "groups": float(len(self.committing.by))}
+        self.protocol.committed(self.committing.lineage)
+        super().after_commit(values, tokens)
+
+    def finish(self) -> None:
+        """Stay a donor until every live group is at the last step; then as the plain trainer."""
+        try:
+            if self.step == self.config.training.steps:
+                self.stay_until_all_are_there()
+            super().finish()
+        finally:
+            self.pulse.stop()
+            self.plane.cancel()
+            self.server.close(self.times.phase)
+
+    def stay_until_all_are_there(self) -> None:
+        """Serve whoever is behind."""
+        action = self.protocol.begin()
+        deadline = time.monotonic() + self.times.ask
+        while not isinstance(action, Finish):
+            if isinstance(action, Compute):
+                self.prepare(action)
+                action = self.protocol.units_done()
+                deadline = time.monotonic() + self.times.ask
+                continue
+            if saves.done_marker(self.run_dir) or time.monotonic() > deadline:
+                return  # the others have gone, and this group has all there is to have
+            action = self.perform(action)
+        self.first = action.first
+
+    # Actions ---------------------------------------------------------------------------------------
+
+    def perform(self, action: Action) -> Action:
+        """Do what the protocol says, and tell it how it went."""
+        match action:
+            case Ask():
+                return self.ask(action)
+            case Connect():
+                return self.meet(action)
+            case Heal():
+                return self.heal(action)
+            case Leave(reason, again):
+                self.events.emit("refused", reason=reason)
+                self.plane.cancel()
+                self.pulse.stop()
+                raise (StorageError if again else UserError)(reason)
+            case _:
+                raise AssertionError(action)
+
+    def ask(self, action: Ask) -> Action:
+        """One quorum call."""
+        if action.cancel:
+            self.plane.cancel()
+        if self.stopping and not self.protocol.held and action.pause_s:
+            raise Stopped
+        time.sleep(action.pause_s)
+        started = time.perf_counter()
+        try:
+            with self.pulse.phase(self.times.ask + self.times.phase):
+                answer = self.lighthouse.quorum(action.request, self.ranks)
+        except (RuntimeError, TimeoutError, OSError) as e:
+            self.events.emit(
+                "retry",
+                step=self.step + 1,
+                cause=f"no answer from the lighthouse: {str(e).splitlines()[0][:200]}",
+                held=to_ranges(self.protocol.held),
+                seconds=round(time.perf_counter() - started, 6),
+            )
+            self.wait_for_lighthouse()
+            return self.protocol.lost(str(e))
+        members = {p.name: [p.step, str(p.data.get("held", ""))] for p in answer.participants}
+        seconds = round(time.perf_counter() - started, 6)
+        self.events.emit("quorum", step=self.step + 1, key=answer.key, members=members, seconds=seconds)
+        decided = self.protocol.answered(answer)
+        self.say_plan(answer.key)
+        return decided
+
+    def wait_for_lighthouse(self) -> None:
+        """After an outage wait until it has heard this group and its peers, or it would answer one alone."""
+        if not self.pulse.wait_beats(3, self.times.lighthouse):
+            raise StorageError(f"no lighthouse at {self.address} for {self.times.lighthouse:g} s")
+
+    def say_plan(self, key: str) -> None:
+        """Emit the plan that a quorum led to, if it led to one."""
+        run = self.protocol.run
+        if run is None:
+            return
+        self.first = run.active[0] == self.name
+        held = self.protocol.held
+        self.events.emit(
+            "plan",
+            step=self.step + 1,
+            key=key,
+            active=list(run.active),
+            units=to_ranges(run.by[self.name] - held),
+            held=to_ranges(held),
+            drop=run.drop,
+            connect=run.connect and run.exchange,
+            exchange=run.exchange,
+            reason=run.reason,
+        )
+
+    def meet(self, action: Connect) -> Action:
+        """Connect to the active groups."""
+        others = {self.server.port, self.store.port, int(self.address.rsplit(":", 1)[1].strip("/"))}
+        try:
+            with self.pulse.phase(self.times.connect + self.times.phase):
+                self.plane.connect(action.store, f"{action.key}/0", action.rank, action.size, others)
+        except PlaneError as e:
+            self.plane.cancel()
+            self.say_retry(str(e))
+            return self.protocol.failed(str(e))
+        return self.protocol.connected()
+
+    def prepare(self, action: Compute) -> None:
+        """What comes before the units: drop the sums, serve those who are behind."""
+        if action.drop:
+            self.sums.clear()
+        if not action.snapshot_for:
+            self.server.snapshot = None
+            return
+        have = self.server.snapshot
+        if have is None or (have.step, have.lineage) != (self.step, self.protocol.window[self.step]):
+            started = time.perf_counter()
+            facts = self.save_facts()
+            self.server.snapshot = heal.take_snapshot(self.state(), self.step, facts["window"][str(self.step)], facts)
+            self.events.emit(
+                "snapshot",
+                step=self.step,
+                bytes=len(self.server.snapshot.body),
+                seconds=round(time.perf_counter() - started, 6),
+                joiners=list(action.snapshot_for),
+            )
+
+    def heal(self, action: Heal) -> Action:
+        """Take the whole state of a donor, or nothing."""
+        started = time.perf_counter()
+        self.plane.cancel()
+        self.sums.clear()
+        state = self.state()
+        try:
+            with self.pulse.phase(self.times.phase):
+                got = heal.fetch(
+                    action.address,
+                    self.token,
+                    action.step,
+                    action.lineage,
+                    state,
+                    self.times.exchange,
+                    self.times.phase,
+                )
+        except heal.HealError as e:
+            self.events.emit("heal_failed", donor=action.donor, cause=str(e))
+            return self.protocol.heal_failed(f"{action.donor}: {e}")
+        checkpoint.install(state, got.tensors, action.donor)
+        before, self.step = self.step, got.step
+        self.skipped_in_a_row = int(got.facts["skipped_in_a_row"])
+        self.events.emit(
+            "heal",
+            step=self.step,
+            from_step=before,
+            donor=action.donor,
+            bytes=got.num_bytes,
+            seconds=round(time.perf_counter() - started, 6),
+        )
+        print(f"healed from {action.donor} to step {self.step}", flush=True)
+        self.metrics.restart_clock()
+        return self.protocol.healed(got.step, {int(s): h for s, h in got.facts["window"].items()})
+
+    def retry(self, action: Action, cause: str) -> NoReturn:
+        """Leave the process group at once, and end the attempt."""
+        self.plane.cancel()
+        self.say_retry(cause)
+        self.end_attempt(action)
+
+    def say_retry(self, cause: str) -> None:
+        """An attempt failed; what is held stays."""
+        seconds = round(time.perf_counter() - self.attempt_at, 6)
+        held = to_ranges(self.protocol.held)
+        self.events.emit("retry", step=self.step + 1, cause=cause, held=held, seconds=seconds)
+
+    def end_attempt(self, action: Action) -> NoReturn:
+        """Go on with another action."""
+        self.next_action = action
+        raise AttemptEnded
+
+    # Limits and checks -----------------------------------------------------------------------------
+
+    def unit_limit(self) -> float:
+        """Seconds that a unit may take before this group counts as stuck: 3 times what is usual."""
+        if len(self.unit_seconds) < 3:
+            return self.times.first_unit
+        return max(self.times.unit, 3 * max(self.unit_seconds))
+
+    def arrival_limit(self) -> float:
+        """Seconds to wait for all to arrive at the exchange: the slowest may have all units of the plan left."""
+        if len(self.unit_seconds) < 3:
+            return self.times.first_unit
+        run = self.protocol.run
+        most = max((len(units) for units in run.by.values()), default=1) if run else 1
+        return self.times.exchange + 3 * most * statistics.median(self.unit_seconds)
+
+    def slice_hash(self) -> str:
+        """Hash of a slice of weights and optimizer state that moves on each step.
+
+        It goes into the lineage: groups with other bits at the same step are found when the slice meets them.
+        """
+        digest = xxhash.xxh3_128()
+        tensors = list(self.state().values())
+        total = sum(t.numel() * t.element_size() for t in tensors)
+        pieces = -(-total // _SLICE)
+        lo = self.step % pieces * _SLICE
+        at = 0
+        for t in tensors:
+            size = t.numel() * t.element_size()
+            if at < lo + _SLICE and at + size > lo:
+                digest.update(checkpoint.tensor_bytes(t)[max(0, lo - at) : lo + _SLICE - at])
+            at += size
+        return digest.hexdigest()

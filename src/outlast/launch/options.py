@@ -1,0 +1,147 @@
+"""What `outlast launch` is asked: its own options and the run's config. Imports no torch."""
+
+import argparse
+import dataclasses
+import os
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outlast.config import Config, check_config, load_config
+from outlast.errors import ConfigError
+from outlast.launch import chaos
+
+DEFAULT_GROUPS = 3
+MAX_GROUPS = 1000
+
+
+@dataclass(frozen=True)
+class LaunchConfig(Config):
+    """Options of `outlast launch`, beside the sections of the run."""
+
+    config: str = ""
+    """TOML file of the run. Left out: the one in --run-dir if a run is there, else the defaults."""
+    groups: int | None = None
+    """Replica groups to run on this machine. Left out: as many as before when a run is resumed by its
+    --run-dir alone, else fault_tolerance.group_size if that is given, else 3."""
+    run_dir: str = ""
+    """Folder of the run, the same as --job.run_dir. One with a run in it is resumed. Left out: a new one,
+    runs/NAME-TIME."""
+    chaos: str = ""
+    """Faults to make, for example "kill every 10s" or "kill g1 at step 30; stop 1 every 8s for 2s";
+    docs/launch.md has the grammar."""
+    chaos_seed: int = 0
+    """Of the random choices of --chaos."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """A launch that was asked for, checked.
+
+    Attributes:
+        config: of the run, fault-tolerant, with `group_size` set.
+        groups: how many to start.
+        run_dir: folder; empty: choose one.
+        config_file: it came from, if any.
+        schedule: faults to make.
+    """
+
+    config: Config
+    groups: int
+    run_dir: str
+    config_file: str | None
+    schedule: chaos.Schedule
+
+
+def read_options(args: Sequence[str]) -> Options:
+    """Read the arguments of `outlast launch`. `--help` prints them all and exits.
+
+    Raises:
+        ConfigError: they can't be run; says why.
+    """
+    file = _value(args, "config") or None
+    size_given = _value(args, "fault_tolerance.group_size") is not None or _sets_group_size(file)
+    run_dir = _value(args, "run_dir") or _value(args, "job.run_dir") or ""
+    resumes = file is None and bool(run_dir) and (Path(run_dir) / "config.toml").exists()
+    if resumes:
+        file = str(Path(run_dir) / "config.toml")
+    asked = load_config(file, args, cls=LaunchConfig, prog="outlast launch")
+    if asked.run_dir and asked.job.run_dir and Path(asked.run_dir).absolute() != Path(asked.job.run_dir).absolute():
+        raise ConfigError(f"--run-dir {asked.run_dir} contradicts job.run_dir = {asked.job.run_dir}: give one of them")
+    size = asked.fault_tolerance.group_size
+    groups = asked.groups if asked.groups is not None else size if size_given or resumes else DEFAULT_GROUPS
+    if not 1 <= groups <= MAX_GROUPS:
+        raise ConfigError(f"--groups {groups}: expected 1 to {MAX_GROUPS}")
+    if size_given and groups != size:
+        raise ConfigError(
+            f"--groups {groups} contradicts fault_tolerance.group_size = {size}: launch sets it, leave it out"
+        )
+    sections = {f.name: getattr(asked, f.name) for f in dataclasses.fields(Config)}
+    sections["fault_tolerance"] = dataclasses.replace(asked.fault_tolerance, enable=True, group_size=groups)
+    config = Config(**sections)
+    check_config(config)
+    schedule = chaos.parse(asked.chaos, asked.chaos_seed)
+    return Options(config, groups, asked.run_dir or asked.job.run_dir, file, schedule)
+
+
+def _value(args: Sequence[str], name: str) -> str | None:
+    """The last value given to a setting, before anything is checked."""
+    value = None
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        flag, eq, text = arg.partition("=")
+        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
+            value = text if eq else following
+    return value
+
+
+def _sets_group_size(file: str | None) -> bool:
+    """Whether the file sets `fault_tolerance.group_size`; one that can't be read is refused later, with the reason."""
+    try:
+        return file is not None and "group_size" in tomllib.loads(Path(file).read_text())["fault_tolerance"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def group_config(config: Config, number: int, *, run_dir: Path, lighthouse: str, threads: int) -> Config:
+    """The config of one group's rank."""
+    return dataclasses.replace(
+        config,
+        job=dataclasses.replace(config.job, run_dir=str(run_dir)),
+        training=dataclasses.replace(config.training, threads=threads),
+        fault_tolerance=dataclasses.replace(config.fault_tolerance, replica_id=number, lighthouse=lighthouse),
+    )
+
+
+def threads_per_rank(config: Config, groups: int) -> int:
+    """`training.threads`, or a fair share of the cores that this process may use."""
+    return config.training.threads or max(1, len(os.sched_getaffinity(0)) // groups)
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """What `outlast join` is asked."""
+
+    run_dir: Path
+    groups: int
+
+
+def read_join_options(args: Sequence[str]) -> JoinOptions:
+    """Read the arguments of `outlast join`.
+
+    Raises:
+        ConfigError: they can't be right; says why.
+    """
+    parser = argparse.ArgumentParser(
+        "outlast join",
+        description="Add replica groups to a running `outlast launch`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("--groups", type=int, default=1, metavar="N", help="how many to add (default: 1)")
+    read = parser.parse_args(args)
+    if not 1 <= read.groups <= MAX_GROUPS:
+        raise ConfigError(f"--groups {read.groups}: expected 1 to {MAX_GROUPS}")
+    if not read.run.is_dir():
+        raise ConfigError(f"{read.run}: no such run folder; give the one that `outlast launch` printed")
+    return JoinOptions(read.run.absolute(), read.groups)

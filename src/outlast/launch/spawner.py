@@ -1,0 +1,102 @@
+"""Launch's side of the template: start it, ask it for ranks, hear of their ends.
+
+Imports no torch.
+"""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import IO, Any
+
+from outlast.config import Config
+from outlast.launch import messages
+
+ENTRY = "outlast.rank:run_rank"
+PRELOAD = ("outlast.rank", "outlast.ft.trainer")
+
+
+class Spawner:
+    """The template's process; start it again after it died.
+
+    Args:
+        token: the job's token, handed to the ranks in their environment.
+        preload: modules to import before the first fork.
+        entry: `module:function` that is a rank's body, `(Config, life) -> exit code`.
+    """
+
+    def __init__(self, token: str, preload: Sequence[str] = PRELOAD, entry: str = ENTRY) -> None:
+        self.preload = tuple(preload)
+        self.entry = entry
+        self._token = token
+        self.process: subprocess.Popen[bytes] | None = None
+        self.sock: socket.socket | None = None
+        """Readable when the template says something or is gone."""
+        self.ready = False
+        """Everything is imported: ranks can be forked."""
+
+    def start(self) -> IO[bytes]:
+        """Start a template. Returns the pipe with what it prints."""
+        assert self.process is None
+        ours, theirs = messages.pair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "outlast.launch.template"),
+                    *(str(theirs.fileno()), str(os.getpid()), ",".join(self.preload)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"OUTLAST_TOKEN": self._token},
+                start_new_session=True,  # Ctrl-C at the terminal reaches launch alone, which ends all in order
+            )
+        self.sock = ours
+        self.ready = False
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def fork(self, group: int, life: str, config: Config, output: int) -> None:
+        """Ask for a rank.
+
+        Args:
+            group: its number.
+            life: its incarnation.
+            config: what it runs.
+            output: descriptor that it prints to; the caller closes its own copy.
+
+        Raises:
+            OSError: the template is gone.
+        """
+        assert self.sock is not None and self.ready
+        message = {"do": "fork", "group": group, "life": life, "config": dataclasses.asdict(config)}
+        messages.send(self.sock, message | {"entry": self.entry}, [output])
+
+    def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
+        """The next message and its descriptors; None: the template is gone, call `ended`."""
+        assert self.sock is not None
+        message, fds = messages.receive(self.sock)
+        if message and message["is"] == "ready":
+            self.ready = True
+        return message, fds
+
+    def ended(self, timeout_s: float | None = None) -> int:
+        """Take note that the template is gone. Returns its exit code; negative: the signal."""
+        assert self.process is not None and self.sock is not None
+        self.sock.close()
+        self.sock, self.ready = None, False
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+        finally:
+            self.process = None
+
+    def close(self) -> None:
+        """End the template, and with it what it forked."""
+        if self.process is not None:
+            self.ended(timeout_s=5.0)  # it hears the socket close, ends its ranks and goes

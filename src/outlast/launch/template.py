@@ -1,0 +1,175 @@
+"""The template: a process that has imported everything a rank needs, and forks ranks on request.
+
+Importing what a rank needs takes seconds; a fork of a process that did so takes milliseconds. The template runs
+no torch operation and no thread of its own (a fork copies neither thread pools nor locks held by threads): it
+imports, then waits. torch is imported here and nowhere else in `outlast.launch`.
+
+    python -m outlast.launch.template SOCKET_FD PARENT_PID MODULE,MODULE,…
+
+Messages (`outlast.launch.messages`), from launch:
+
+    {"do": "fork", "group", "life", "config", "entry"}  + the pipe for the rank's output
+
+and to it:
+
+    {"is": "ready", "seconds"}                   everything is imported
+    {"is": "forked", "group", "life", "pid"}     + a pidfd of the rank
+    {"is": "failed", "group", "life", "why"}     no process could be made
+    {"is": "exited", "group", "life", "code"}    negative: the signal
+
+Ranks die with the template, the template with launch.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import typing
+from typing import Any
+
+from outlast.config import Config
+from outlast.errors import EXIT_FAILED, EXIT_REFUSED, UserError
+from outlast.launch import messages
+from outlast.launch.parent import die_with_parent
+
+
+def config_from_dict(values: dict[str, Any]) -> Config:
+    """The inverse of `dataclasses.asdict`."""
+    sections = typing.get_type_hints(Config)
+    return Config(**{name: sections[name](**fields) for name, fields in values.items()})
+
+
+class Template:
+    """Forks ranks and tells of their ends.
+
+    Args:
+        sock: to launch.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.ranks: dict[int, tuple[int, dict[str, Any]]] = {}
+        """pidfd -> process id, and which life of which group it is."""
+
+    def serve(self) -> None:
+        """Until launch is gone or hangs up; no rank outlives it."""
+        try:
+            while True:
+                poll = select.poll()
+                for fd in (self.sock.fileno(), *self.ranks):
+                    poll.register(fd, select.POLLIN)
+                for fd, _ in poll.poll():
+                    if fd in self.ranks:
+                        self._reap(fd)
+                    elif not self._obey():
+                        return
+        finally:
+            for pidfd in list(self.ranks):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                with contextlib.suppress(OSError):  # launch may not be there any more
+                    self._reap(pidfd)
+
+    def _obey(self) -> bool:
+        message, fds = messages.receive(self.sock)
+        if message is None:
+            return False
+        assert message["do"] == "fork", message
+        who = {"group": message["group"], "life": message["life"]}
+        try:
+            pid, pidfd = _fork(message, fds[0], [self.sock.fileno(), *self.ranks])
+        except OSError as e:
+            messages.send(self.sock, {"is": "failed", **who, "why": f"no process could be made: {e.strerror}"})
+        else:
+            self.ranks[pidfd] = (pid, who)
+            messages.send(self.sock, {"is": "forked", **who, "pid": pid}, [pidfd])
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def _reap(self, pidfd: int) -> None:
+        pid, who = self.ranks.pop(pidfd)
+        # What the rank started itself, before its number can belong to anyone else.
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        os.close(pidfd)
+        messages.send(self.sock, {"is": "exited", **who, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _fork(message: dict[str, Any], output: int, close: list[int]) -> tuple[int, int]:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        try:
+            return pid, os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)  # nobody could watch it
+            os.waitpid(pid, 0)
+            raise
+    code = EXIT_FAILED
+    try:
+        die_with_parent(parent)
+        os.setsid()  # what it starts can be ended with it
+        for fd in close:
+            os.close(fd)
+        for fd in (1, 2):
+            os.dup2(output, fd)
+        os.close(output)
+        code = _be_rank(message)
+    finally:
+        os._exit(code)  # never back into the template's loop
+
+
+def _be_rank(message: dict[str, Any]) -> int:
+    typing.cast(Any, sys.stdout).reconfigure(line_buffering=True)
+    code = EXIT_FAILED
+    try:
+        module, _, name = message["entry"].partition(":")
+        entry = getattr(importlib.import_module(module), name)
+        code = entry(config_from_dict(message["config"]), message["life"])
+    except UserError as e:
+        print(f"outlast: {e}", flush=True)
+        code = e.exit_code
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else EXIT_FAILED if e.code else 0
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return code
+
+
+def main(args: list[str]) -> int:
+    """Import, say so, serve."""
+    sock = socket.socket(fileno=int(args[0]))
+    sock.set_inheritable(False)
+    die_with_parent(int(args[1]))
+    started = time.perf_counter()
+    try:
+        for module in args[2].split(","):
+            importlib.import_module(module)
+    except ImportError as e:
+        print(f"what a rank needs can't be imported: {e}; install outlast with its dependencies", flush=True)
+        return EXIT_REFUSED
+    gc.collect()
+    gc.freeze()  # a collection in a rank needn't touch, and so copy, what it shares with the template
+    with contextlib.suppress(ConnectionError):
+        messages.send(sock, {"is": "ready", "seconds": round(time.perf_counter() - started, 3)})
+        Template(sock).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

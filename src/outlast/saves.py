@@ -1,0 +1,116 @@
+"""The folder of saved weights, without torch: which saves are whole, and whether the run is done.
+
+A save is `RUN/checkpoints/step-00000050/` with a `manifest.json` that names each file with its size and
+SHA-256. It is written under a temporary name, synced, and renamed: it is whole or it isn't there.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+def saves_dir(run_dir: str | Path) -> Path:
+    """Where the saves of a run are."""
+    return Path(run_dir) / "checkpoints"
+
+
+def save_path(run_dir: str | Path, step: int) -> Path:
+    """Folder of the save of a step."""
+    return saves_dir(run_dir) / f"step-{step:08d}"
+
+
+def steps_saved(run_dir: str | Path) -> list[int]:
+    """Steps with a save, newest first, verified or not."""
+    found = [p.name[5:] for p in saves_dir(run_dir).glob("step-*") if p.is_dir()]
+    return sorted((int(name) for name in found if name.isdigit()), reverse=True)
+
+
+def problem(run_dir: str | Path, step: int) -> str | None:
+    """Why a save isn't whole, naming the file, or None if every byte is as it was written."""
+    folder = save_path(run_dir, step)
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        if manifest["format"] != FORMAT or manifest["step"] != step:
+            return f"{folder / 'manifest.json'}: format {manifest['format']}, step {manifest['step']}"
+        for name, expected in manifest["files"].items():
+            path = folder / Path(name).name
+            if path.stat().st_size != expected["bytes"] or file_sha256(path) != expected["sha256"]:
+                return f"{path} isn't what was saved (size or SHA-256 differs)"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        return f"{folder}: {type(e).__name__}: {e}"
+    return None
+
+
+def newest_step(run_dir: str | Path) -> int | None:
+    """The newest step whose save is whole, or None."""
+    return next((s for s in steps_saved(run_dir) if problem(run_dir, s) is None), None)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, hex."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `final` in one rename, synced, if the body doesn't raise."""
+    temporary = final.with_name(f".{final.name}.{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            _sync(path)
+        _sync(temporary)
+        if final.exists():  # a save that isn't whole, or the same one
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync(final.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def prune(run_dir: str | Path, keep: int) -> None:
+    """Remove all but the newest `keep` saves, and what writers that died left behind. 0: keep all."""
+    for step in steps_saved(run_dir)[keep:] if keep else ():
+        shutil.rmtree(save_path(run_dir, step), ignore_errors=True)
+    for left in saves_dir(run_dir).glob(".step-*.*"):
+        pid = left.name.rsplit(".", 1)[-1]
+        if not (pid.isdigit() and Path(f"/proc/{pid}").exists()):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole: a reader sees the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    _sync(temporary)
+    temporary.rename(path)
+
+
+def mark_done(run_dir: str | Path, **facts: Any) -> None:
+    """Say that the run has made its last step: who starts later has nothing to do."""
+    write_whole(Path(run_dir) / "done.json", json.dumps(facts) + "\n")
+
+
+def done_marker(run_dir: str | Path) -> dict[str, Any] | None:
+    """What `mark_done` wrote, or None while the run isn't done."""
+    try:
+        return json.loads((Path(run_dir) / "done.json").read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,302 @@
+"""The plain trainer. It reads top to bottom: begin a step, run its work units, settle, commit.
+
+A step's global batch is cut into M work units. Each is one forward and backward, added whole to the sums;
+the settled sums are the step's gradient. A subclass may override the seams `begin`, `more`, `begin_step`,
+`run_unit`, `settle`, `commit` and `finish` to share the units out, and `build_model` and `loss` to train
+something else.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from outlast import __version__, checkpoint, saves
+from outlast.accumulate import Totals, make_sums
+from outlast.config import Config, to_toml, trajectory_fields
+from outlast.data.corpus import open_corpus
+from outlast.data.order import Samples, unit_samples
+from outlast.errors import UserError
+from outlast.events import EventLog
+from outlast.metrics import Metrics
+from outlast.models import build, token_loss
+from outlast.optim import build_optimizer, clip_, learning_rate, sum_of_squares
+
+
+class Trainer:
+    """Trains one copy of a model in one process.
+
+    Args:
+        config: checked, with `job.run_dir` set.
+        events: where this process says what it does.
+
+    Raises:
+        UserError: the corpus, the model or the run folder don't fit the config.
+    """
+
+    fault_tolerant = False
+
+    def __init__(self, config: Config, events: EventLog) -> None:
+        t = config.training
+        self.config = config
+        self.events = events
+        self.run_dir = Path(config.job.run_dir)
+        self.device = torch.device("cpu")
+        self.units = config.units()
+        self.unit_size = t.local_batch_size
+        self.corpus = open_corpus(config.data)
+        self.samples = Samples(self.corpus, t.seq_len, t.seed)
+        self.model = self.build_model()
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = build_optimizer(self.params, config.optimizer)
+        self.sums = make_sums(t.accumulation, self.params, self.units, self.unit_size * t.seq_len)
+        self.metrics = Metrics(config, self.run_dir)
+        self.step = 0
+        """Updates committed."""
+        self.skipped_in_a_row = 0
+        self.stopping = False
+        """Asked to stop: the step in hand is finished first."""
+        self.digests: dict[int, str] = {}
+        self._committed_at = time.perf_counter()
+
+    # What is trained -------------------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        """The model on its device, with the seed's initial weights."""
+        c = self.config
+        model = build(c.model, self.corpus.vocab_size, c.training.seq_len)
+        model.init_weights(c.training.seed, self.device)
+        return model
+
+    def loss(self, batch: Tensor) -> tuple[Tensor, int]:
+        """Summed loss of one unit's sequences.
+
+        Args:
+            batch: token ids, int64 [sequences, seq_len + 1].
+
+        Returns:
+            The sum over its targets (fp32 scalar, nats) and how many counted.
+        """
+        with self.autocast():
+            logits = self.model(batch[:, :-1])
+        return token_loss(logits, batch[:, 1:])
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """`training.mixed_precision_param` for the matrix products."""
+        bf16 = self.config.training.mixed_precision_param == "bfloat16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
+
+    def state(self) -> dict[str, Tensor]:
+        """All that training changes, besides the step."""
+        return checkpoint.named_state(self.model, self.optimizer)
+
+    # The run ---------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Run to the last step, or until asked to stop."""
+        self.begin()
+        while self.more():
+            self.train_step()
+        self.finish()
+
+    def train_step(self) -> None:
+        """One update."""
+        for unit in self.begin_step():
+            self.run_unit(unit)
+        self.commit(self.settle())
+
+    def begin(self) -> None:
+        """Resume from the newest whole save, and say what is about to run."""
+        self.write_config()
+        if self.config.checkpoint.enable:
+            self.resume()
+        self.metrics.restart_clock()
+        self._committed_at = time.perf_counter()
+        self.events.emit(
+            "start",
+            steps=self.config.training.steps,
+            step=self.step,
+            units=self.units,
+            unit_samples=self.unit_size,
+            seq_len=self.config.training.seq_len,
+            parameters=sum(p.numel() for p in self.params),
+            fault_tolerant=self.fault_tolerant,
+            trajectory=self.trajectory(),
+        )
+
+    def more(self) -> bool:
+        """Whether there is another step to make."""
+        return self.step < self.config.training.steps and not self.stopping
+
+    def begin_step(self) -> Sequence[int]:
+        """The units to compute now: all of them."""
+        return range(self.units)
+
+    def run_unit(self, unit: int) -> None:
+        """Forward and backward of one unit, then added whole to the sums."""
+        started = time.perf_counter()
+        wanted = unit_samples(self.step + 1, unit, units=self.units, unit_size=self.unit_size)
+        ids = np.stack([self.samples[i] for i in wanted])
+        loss, tokens = self.loss(torch.from_numpy(ids).to(self.device))
+        (loss * self.sums.scale).backward()
+        if self.config.training.unit_pause_ms:
+            time.sleep(self.config.training.unit_pause_ms / 1000)
+        self.sums.add(unit, loss, tokens)
+        self.events.emit(
+            "unit",
+            step=self.step + 1,
+            unit=unit,
+            samples=[wanted.start, wanted.stop],
+            hash=xxhash.xxh3_64_hexdigest(ids.tobytes()),
+            seconds=round(time.perf_counter() - started, 6),
+        )
+
+    def settle(self) -> Totals:
+        """The step's totals, with each parameter's gradient set."""
+        return self.sums.settle()
+
+    def commit(self, totals: Totals, **facts: Any) -> None:
+        """Say what is committed, then apply the update.
+
+        Args:
+            totals: of the whole step.
+            facts: more fields for the commit's event.
+
+        Raises:
+            UserError: too many updates in a row were skipped.
+        """
+        step = self.step + 1
+        lr = learning_rate(step, self.config)
+        norm = float("nan") if totals.bad_units else sum_of_squares(totals.grad) ** 0.5
+        skipped = self.why_skip(totals, norm)
+        now = time.perf_counter()
+        first, size = self.step * self.units * self.unit_size, self.units * self.unit_size
+        self.events.emit(
+            "commit",
+            step=step,
+            loss=totals.loss,
+            lr=lr,
+            grad_norm=None if skipped else norm,
+            tokens=totals.tokens,
+            samples=[first, first + size],
+            units=self.units,
+            skipped=skipped,
+            seconds=round(now - self._committed_at, 6),
+            **facts,
+        )
+        self._committed_at = now
+        if skipped:
+            print(f"step {step}: update skipped: {skipped}", flush=True)
+        else:
+            clip_(totals.grad, norm, self.config.training.max_norm)
+            self.optimizer.param_groups[0]["lr"] = lr
+            self.optimizer.step()
+        self.sums.clear()
+        self.step = step
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.after_commit({"loss": totals.loss, "lr": lr, "grad_norm": norm}, totals.tokens)
+
+    def why_skip(self, totals: Totals, norm: float) -> str | None:
+        """The reason not to apply this update, or None."""
+        if totals.bad_units:
+            return f"units {list(totals.bad_units)} gave a gradient that isn't finite or is out of range"
+        return None if np.isfinite(norm) else f"the gradient's norm is {norm}"
+
+    def after_commit(self, values: dict[str, float], tokens: int) -> None:
+        """Report, digest and save, each when it is due."""
+        c, last = self.config, self.step == self.config.training.steps
+        self.metrics.step(self.step, tokens, values, curves=self.writes())
+        if last or (c.metrics.digest_every and self.step % c.metrics.digest_every == 0):
+            self.digests = {self.step: checkpoint.digest(self.state())}
+            self.events.emit("digest", step=self.step, sha256=self.digests[self.step])
+        if c.checkpoint.enable and self.writes() and (last or self.step % c.checkpoint.interval == 0):
+            self.save()
+        if self.skipped_in_a_row >= c.training.max_skipped_steps:
+            raise UserError(
+                f"{self.skipped_in_a_row} updates in a row were skipped (training.max_skipped_steps), the last at step "
+                f"{self.step}: lower optimizer.lr, or look at the data"
+            )
+
+    def finish(self) -> None:
+        """Leave the run in good order: everything saved, and marked as done if it is."""
+        c = self.config
+        if c.checkpoint.enable and self.writes() and self.step and saves.problem(self.run_dir, self.step):
+            self.save()
+        if self.step == c.training.steps:
+            saves.mark_done(self.run_dir, step=self.step, digest=self.digests.get(self.step))
+        self.metrics.close()
+
+    # Saved weights ---------------------------------------------------------------------------------
+
+    def writes(self) -> bool:
+        """Whether this process writes the run's saves and curves."""
+        return True
+
+    def save(self) -> None:
+        """Save weights, optimizer and step, whole."""
+        started = time.perf_counter()
+        meta = {"step": self.step, "trajectory": self.trajectory(), **self.save_facts()}
+        size = checkpoint.save(self.run_dir, self.step, self.state(), meta, self.config.checkpoint.keep_latest_k)
+        self._say_checkpoint("save", self.step, bytes=size, seconds=round(time.perf_counter() - started, 6))
+
+    def save_facts(self) -> dict[str, Any]:
+        """More facts to keep with a save."""
+        return {"skipped_in_a_row": self.skipped_in_a_row}
+
+    def resume(self) -> dict[str, Any]:
+        """Load the newest whole save, if there is one.
+
+        Returns:
+            What `save_facts` gave then; empty if there is none.
+
+        Raises:
+            UserError: it belongs to another trajectory.
+        """
+        started = time.perf_counter()
+        for step in saves.steps_saved(self.run_dir):
+            why = saves.problem(self.run_dir, step)
+            if why is None:
+                break
+            print(f"the save of step {step} isn't whole and is passed over: {why}", flush=True)
+            self._say_checkpoint("skip", step, why=why)
+        saved = checkpoint.newest(self.run_dir)
+        if saved is None:
+            return {}
+        differs = [k for k, v in self.trajectory().items() if saved.meta["trajectory"].get(k) != v]
+        if differs:
+            k = differs[0]
+            raise UserError(
+                f"{saved.path} was trained with {k} = {saved.meta['trajectory'].get(k)!r}, this run has "
+                f"{self.trajectory()[k]!r}; use the same, or another --job.run_dir"
+            )
+        checkpoint.install(self.state(), saved.tensors(), str(saved.path))
+        self.step = saved.step
+        self.skipped_in_a_row = saved.meta["skipped_in_a_row"]
+        self._say_checkpoint("load", self.step, seconds=round(time.perf_counter() - started, 6))
+        print(f"resumed from step {self.step}, {saved.path}", flush=True)
+        return saved.meta
+
+    def _say_checkpoint(self, action: str, step: int, **fields: Any) -> None:
+        path = str(saves.save_path(self.run_dir, step))
+        self.events.emit("checkpoint", action=action, step=step, path=path, **fields)
+
+    def trajectory(self) -> dict[str, Any]:
+        """Everything that decides which weights come out."""
+        return trajectory_fields(self.config) | {
+            "corpus": self.corpus.hash,
+            "tokenizer": self.corpus.tokenizer_hash,
+            "torch": str(torch.__version__),
+            "outlast": __version__,
+        }
+
+    def write_config(self) -> None:
+        """Keep the run's config beside its weights, for those that read them later."""
+        path = self.run_dir / "config.toml"
+        if not path.exists():
+            saves.write_whole(path, to_toml(self.config))
