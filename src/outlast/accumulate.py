@@ -96,7 +96,7 @@ class Sums:
             skipped. A function of the unit alone, so everyone would come to the same.
         """
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.params]
-        loss = float(loss_sum)
+        loss = float(loss_sum.detach())
         loss_fixed = loss * 2.0**LOSS_BITS
         good = math.isfinite(loss) and abs(loss_fixed) <= 2**62 / self.units and self._in_range(grads)
         if good:

@@ -33,6 +33,7 @@ class EventLog:
     def __init__(self, run_dir: str | Path, source: str, **common: Any) -> None:
         self.path = Path(run_dir) / "events" / f"{source}.jsonl"
         self.common = common
+        self._last = 0.0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -47,7 +48,8 @@ class EventLog:
         Raises:
             StorageError: it couldn't be written (disk full, folder gone).
         """
-        event = {"v": VERSION, "t": round(time.time(), 6), "kind": kind, **self.common, **fields}
+        self._last = max(self._last, round(time.time(), 6))  # a clock set back must not reorder a life
+        event = {"v": VERSION, "t": self._last, "kind": kind, **self.common, **fields}
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         try:
             written = os.write(self._fd, line)
@@ -94,7 +96,8 @@ def last_commit(run_dir: str | Path) -> int:
     for path in (Path(run_dir) / "events").glob("*.jsonl"):
         with path.open("rb") as f:
             f.seek(max(0, path.stat().st_size - _TAIL))
-            last = max([last, *(e["step"] for e in _parse(f.read().splitlines()) if e["kind"] == "commit")])
+            steps = [e.get("step") for e in _parse(f.read().splitlines()) if e["kind"] == "commit"]
+            last = max([last, *(s for s in steps if isinstance(s, int))])
     return last
 
 
@@ -107,7 +110,7 @@ def _parse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             event = json.loads(line)
         except ValueError:
             continue  # a process died in the middle of a line
-        if isinstance(event, dict) and {"t", "kind", "v"} <= event.keys():
+        if isinstance(event, dict) and isinstance(event.get("t"), int | float) and {"kind", "v"} <= event.keys():
             yield event
 
 

@@ -9,6 +9,7 @@ something else.
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from outlast import __version__, checkpoint, saves
 from outlast.accumulate import Totals, make_sums
 from outlast.config import Config, to_toml, trajectory_fields
 from outlast.data.corpus import open_corpus
-from outlast.data.order import Samples, unit_samples
+from outlast.data.order import Samples, unit_batch, unit_samples
 from outlast.errors import UserError
 from outlast.events import EventLog
 from outlast.metrics import Metrics
@@ -142,7 +143,7 @@ class Trainer:
         """Forward and backward of one unit, then added whole to the sums."""
         started = time.perf_counter()
         wanted = unit_samples(self.step + 1, unit, units=self.units, unit_size=self.unit_size)
-        ids = np.stack([self.samples[i] for i in wanted])
+        ids = unit_batch(self.samples, wanted.start, len(wanted))
         loss, tokens = self.loss(torch.from_numpy(ids).to(self.device))
         (loss * self.sums.scale).backward()
         if self.config.training.unit_pause_ms:
@@ -291,6 +292,7 @@ class Trainer:
         return trajectory_fields(self.config) | {
             "corpus": self.corpus.hash,
             "tokenizer": self.corpus.tokenizer_hash,
+            "grain": version("grain"),  # it decides the order of the data
             "torch": str(torch.__version__),
             "outlast": __version__,
         }

@@ -286,7 +286,7 @@ def _say(line: str) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see `{self.prog} --help`")
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
 
 
 def prepare_command(args: Sequence[str]) -> int:

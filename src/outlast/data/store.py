@@ -150,7 +150,10 @@ def new_folder(place: Path) -> Iterator[Path]:
     What processes that were killed have left beside `place` is removed first. A lock on the folder, which
     the system releases with its process, tells those from folders still being written.
     """
-    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # its words would say that it exists, not that it isn't a folder
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
     _sweep(place)
     folder, lock = _locked_folder(place)
     try:

@@ -31,6 +31,10 @@ class HealError(Exception):
     """The state couldn't be taken from this donor; nothing of it is in place."""
 
 
+class NotThereError(HealError):
+    """The donor doesn't have this snapshot, or not yet."""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """A copy of the training state at one commit."""
@@ -202,7 +206,7 @@ def fetch(
     try:
         connection = http.client.HTTPConnection(host, int(port), timeout=io_s)
         try:
-            return _fetch(connection, token, f"/{step}/{lineage}", state, end)
+            return _fetch(connection, token, f"/{step}/{lineage}", state, end, io_s)
         finally:
             connection.close()
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as e:
@@ -210,9 +214,14 @@ def fetch(
 
 
 def _fetch(
-    connection: http.client.HTTPConnection, token: str, base: str, state: Mapping[str, Tensor], end: float
+    connection: http.client.HTTPConnection,
+    token: str,
+    base: str,
+    state: Mapping[str, Tensor],
+    end: float,
+    wait_s: float,
 ) -> Fetched:
-    raw = _get(connection, token, f"{base}/manifest", _MAX_MANIFEST, signed=True)
+    raw = _manifest(connection, token, base, min(end, time.monotonic() + wait_s))
     manifest = json.loads(raw)
     layout, hashes = manifest["tensors"], manifest["hashes"]
     if layout != _layout(state):
@@ -238,12 +247,25 @@ def _fetch(
     return Fetched(manifest["step"], manifest["lineage"], manifest["facts"], tensors, size)
 
 
+def _manifest(connection: http.client.HTTPConnection, token: str, base: str, until: float) -> bytes:
+    """The donor learns of the reader from the same quorum, and may still be copying."""
+    while True:
+        try:
+            return _get(connection, token, f"{base}/manifest", _MAX_MANIFEST, signed=True)
+        except NotThereError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+
+
 def _get(connection: http.client.HTTPConnection, token: str, path: str, limit: int, signed: bool = False) -> bytes:
     nonce = secrets.token_hex(16)
     proof = _proof(token, nonce.encode(), path.encode())
     connection.request("GET", path, headers={"X-Nonce": nonce, "X-Proof": proof})
     response = connection.getresponse()
     body = response.read(limit + 1)
+    if response.status == 404:
+        raise NotThereError("it has no such snapshot now")
     if response.status != 200:
         raise HealError(f"it answered {response.status} {response.reason}")
     if len(body) > limit:

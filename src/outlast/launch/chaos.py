@@ -59,7 +59,7 @@ class Every:
     times: int | None = None
 
     def __str__(self) -> str:
-        return f"every {self.period_s:g}s" + (f" times {self.times}" if self.times else "")
+        return f"every {self.period_s:.12g}s" + (f" times {self.times}" if self.times else "")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class AtTime:
     time_s: float
 
     def __str__(self) -> str:
-        return f"at {self.time_s:g}s"
+        return f"at {self.time_s:.12g}s"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Statement:
     """`stop`: seconds until it goes on."""
 
     def __str__(self) -> str:
-        return f"{self.verb} {self.target} {self.when}" + (f" for {self.for_s:g}s" if self.verb == "stop" else "")
+        return f"{self.verb} {self.target} {self.when}" + (f" for {self.for_s:.12g}s" if self.verb == "stop" else "")
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ def parse(spec: str, seed: int = 0) -> Schedule:
     return Schedule(tuple(_parse_statement(text) for text in texts if text), seed)
 
 
+_COUNT = r"[1-9][0-9]{0,8}"
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -139,7 +140,7 @@ def _parse_statement(text: str) -> Statement:
     def duration(after: str) -> float:
         expected = f"a duration after {after!r} (500ms, 10s, 2m)"
         word = take(expected)
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)", word)
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h)", word)
         if not match or not float(match[1]) > 0:
             refuse(repr(word), expected)
         return float(match[1]) * _UNITS_S[match[2]]
@@ -147,7 +148,7 @@ def _parse_statement(text: str) -> Statement:
     def count(after: str) -> int:
         expected = f"a whole number above 0 after {after!r}"
         word = take(expected)
-        if not word.isdecimal() or int(word) == 0:
+        if not re.fullmatch(_COUNT, word):
             refuse(repr(word), expected)
         return int(word)
 
@@ -192,9 +193,9 @@ def _parse_target(word: str) -> Target | None:
         return Target("all")
     if word == LIGHTHOUSE:
         return Target("lighthouse")
-    if re.fullmatch(r"g\d+", word):
+    if re.fullmatch(r"g[0-9]{1,9}", word):
         return Target("group", int(word[1:]))
-    return Target("random", int(word)) if word.isdecimal() and int(word) else None
+    return Target("random", int(word)) if re.fullmatch(_COUNT, word) else None
 
 
 def doubts(schedule: Schedule, groups: int, steps: int, has_lighthouse: bool = True) -> list[str]:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -83,13 +83,15 @@ class Group:
     """What became of it; "restart" while it runs or will."""
     fruitless: int = 0
     """Deaths in a row in lives that committed nothing."""
-    deaths: int = field(default=0, kw_only=True)
-    """Times it was started again."""
+    spawns: int = 0
+    """Processes it had."""
     life: str = ""
     pid: int = 0
     pidfd: int = -1
     killed: bool = False
     """Chaos killed this life; its end is still to be heard of."""
+    terminate: bool = False
+    """Asked to stop, or to be as soon as it has a process."""
 
     @property
     def name(self) -> str:
@@ -105,6 +107,7 @@ class Group:
     def runs(self, pid: int, pidfd: int) -> None:
         """Its process was made."""
         self.state, self.pid, self.pidfd, self.killed = "running", pid, pidfd, False
+        self.spawns += 1
 
     def ended(self) -> None:
         """Its process is gone."""

@@ -130,13 +130,8 @@ class Lighthouse:
         self.started_at = 0.0
         host = f"[{address.host}]" if ":" in address.host else address.host
         join_ms = settings.join_timeout_ms or 20 * settings.heartbeat_timeout_ms
-        self._args = [
-            *("--bind", f"{host}:{address.port}"),
-            *("--min_replicas", str(settings.min_replica_size)),
-            *("--quorum_tick_ms", str(QUORUM_TICK_MS)),
-            *("--join_timeout_ms", str(join_ms)),
-            *("--heartbeat_timeout_ms", str(settings.heartbeat_timeout_ms)),
-        ]
+        numbers = (settings.min_replica_size, join_ms, QUORUM_TICK_MS, settings.heartbeat_timeout_ms)
+        self._args = [f"{host}:{address.port}", *map(str, numbers)]
 
     @property
     def pid(self) -> int | None:

@@ -4,10 +4,12 @@ The `torchft_lighthouse` command imports all of torchft, and torch with it, to r
 *measured* 1.1 s and 234 MB until it listens. Loaded by itself the extension takes 0.04 s and 15 MB, and how
 long a lighthouse takes to come back is how long no quorum can form.
 
-    python -m outlast.launch.lighthouse_process PARENT_PID --bind HOST:PORT …
+    python -m outlast.launch.lighthouse_process PARENT_PID HOST:PORT MIN_REPLICAS JOIN_TIMEOUT_MS QUORUM_TICK_MS \
+        HEARTBEAT_TIMEOUT_MS
 """
 
 import importlib.util
+import signal
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -32,7 +34,16 @@ def _native() -> Any:
     return _torchft
 
 
+def main(args: list[str]) -> None:
+    """Serve until killed."""
+    die_with_parent(int(args[0]))
+    bind, *numbers = args[1:]
+    min_replicas, join_timeout_ms, quorum_tick_ms, heartbeat_timeout_ms = map(int, numbers)
+    # Its threads are native: nothing here ever holds the interpreter's lock.
+    server = _native().LighthouseServer(bind, min_replicas, join_timeout_ms, quorum_tick_ms, heartbeat_timeout_ms)
+    while server:
+        signal.pause()
+
+
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv.pop(1)))
-    sys.argv[0] = "torchft_lighthouse"
-    _native().lighthouse_main()
+    main(sys.argv[1:])

@@ -8,12 +8,13 @@ import os
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from outlast.metrics import duration
-
-if TYPE_CHECKING:
-    from rich.live import Live
 
 PLAIN_EVERY_S = 10.0
 """Between lines of progress when the output isn't a terminal."""
@@ -26,6 +27,9 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = 0
+        """Committed, in the whole run."""
+        self.committed_step = 0
+        """The same since the launch; 0: nothing yet."""
         self.steps = 0
         self.loss: float | None = None
         self.groups = 0
@@ -40,8 +44,9 @@ class Progress:
 
     def add(self, event: dict[str, Any]) -> None:
         """Take note of one event."""
-        kind, group, life = event["kind"], event.get("group"), event.get("life")
-        if life is not None and kind in ("start", "commit", "heal"):
+        kind = event["kind"]
+        if kind in ("start", "commit", "heal"):
+            group, life = event["group"], event["life"]
             if kind == "start":
                 self.lives[group] = life
                 self.steps = event["steps"]
@@ -63,6 +68,7 @@ class Progress:
             self.incident = words
 
     def _commit(self, event: dict[str, Any]) -> None:
+        self.committed_step = max(self.committed_step, event["step"])
         if event["step"] > self.step or not self._recent:  # each group says so; once is enough
             self.step = max(self.step, event["step"])
             self.loss = event["loss"] if isinstance(event["loss"], float) else None
@@ -119,9 +125,6 @@ class Screen:
         self._shown_at = time.monotonic()
         self._shown = ""
         if sys.stdout.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
             # Without the thread that refreshes: children are made while this runs.
             self._live = Live(console=Console(highlight=False), auto_refresh=False, transient=True)
             self._live.start()
@@ -148,8 +151,6 @@ class Screen:
         self._shown_at = now
         line = progress.line(time.time())
         if self._live:
-            from rich.text import Text
-
             with contextlib.suppress(OSError):
                 self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
         elif (mark := f"{progress.step} {len(progress.lives)} {progress.incident}") != self._shown:

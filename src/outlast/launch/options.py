@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
+import itertools
 import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outlast.config import Config, check_config, load_config
+from outlast.config import Config, check_config, load_config, take_config_file, with_run_dir
 from outlast.errors import ConfigError
 from outlast.launch import chaos
 
@@ -60,7 +61,7 @@ def read_options(args: Sequence[str]) -> Options:
     Raises:
         ConfigError: they can't be run; says why.
     """
-    file = _value(args, "config") or None
+    file, args = take_config_file(args)
     size_given = _value(args, "fault_tolerance.group_size") is not None or _sets_group_size(file)
     run_dir = _value(args, "run_dir") or _value(args, "job.run_dir") or ""
     resumes = file is None and bool(run_dir) and (Path(run_dir) / "config.toml").exists()
@@ -88,7 +89,7 @@ def read_options(args: Sequence[str]) -> Options:
 def _value(args: Sequence[str], name: str) -> str | None:
     """The last value given to a setting, before anything is checked."""
     value = None
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
+    for arg, following in itertools.zip_longest(args, args[1:], fillvalue=""):
         flag, eq, text = arg.partition("=")
         if flag.startswith("--") and flag[2:].replace("-", "_") == name:
             value = text if eq else following
@@ -106,8 +107,7 @@ def _sets_group_size(file: str | None) -> bool:
 def group_config(config: Config, number: int, *, run_dir: Path, lighthouse: str, threads: int) -> Config:
     """The config of one group's rank."""
     return dataclasses.replace(
-        config,
-        job=dataclasses.replace(config.job, run_dir=str(run_dir)),
+        with_run_dir(config, str(run_dir)),
         training=dataclasses.replace(config.training, threads=threads),
         fault_tolerance=dataclasses.replace(config.fault_tolerance, replica_id=number, lighthouse=lighthouse),
     )

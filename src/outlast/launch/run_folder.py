@@ -10,40 +10,35 @@ Imports no torch.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
-from outlast.config import Config, load_config, to_toml, trajectory_fields
+from outlast.config import Config, load_config, new_run_dir, to_toml, trajectory_fields, with_run_dir
 from outlast.errors import ConfigError, StorageError
 
 
-def choose(given: str, config_file: str | None) -> Path:
-    """The folder of a run: the given one, or a new runs/NAME-TIME. Makes it.
+def make_run_dir(given: str, config_file: str | None) -> Path:
+    """Make the folder of a run: the given one, or a new runs/NAME-TIME.
 
     Args:
-        given: path; empty: choose.
-        config_file: gives the name.
+        given: path; empty: a new one.
+        config_file: gives a new one its name.
 
     Raises:
         StorageError: it can't be made.
     """
-    path = Path(given)
-    if not given:
-        stem = f"{Path(config_file).stem if config_file else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path = Path("runs") / stem
-        for number in range(2, 100):
-            if not path.exists():
-                break
-            path = Path("runs") / f"{stem}-{number}"
+    path = Path(given or new_run_dir(config_file))
+    for number in range(2, 1000):
+        if given or not path.exists():
+            break
+        path = Path(f"{new_run_dir(config_file)}-{number}")  # another one of this very second
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise StorageError(f"run folder {path}: {e.strerror}; choose another with --run-dir") from None
+        raise StorageError(f"run folder {path} can't be made: {e.strerror}; choose another with --run-dir") from None
     return path.absolute()
 
 
@@ -97,8 +92,7 @@ class RunFolder:
                         f"run folder {self.path} holds a run with {name} = {was[name]!r}, this one has {value!r}; "
                         "use the same value to resume it, or another --run-dir"
                     )
-        settings = dataclasses.replace(config, job=dataclasses.replace(config.job, run_dir=""))  # so it can be moved
-        self._write(file, to_toml(settings), 0o644)
+        self._write(file, to_toml(with_run_dir(config, "")), 0o644)  # without its path, so that it can be moved
 
     def keep_job(self, **facts: Any) -> None:
         """Write down how to reach this launch."""

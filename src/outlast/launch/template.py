@@ -132,7 +132,8 @@ def _fork(message: dict[str, Any], output: int, close: list[int]) -> tuple[int, 
 
 
 def _be_rank(message: dict[str, Any]) -> int:
-    typing.cast(Any, sys.stdout).reconfigure(line_buffering=True)
+    for stream in (sys.stdout, sys.stderr):  # whole lines, also under PYTHONUNBUFFERED
+        typing.cast(Any, stream).reconfigure(line_buffering=True, write_through=False)
     code = EXIT_FAILED
     try:
         module, _, name = message["entry"].partition(":")
