@@ -6,6 +6,7 @@ The ranks run a stand-in that needs no torch: it commits a step every few millis
 import contextlib
 import json
 import os
+import pty
 import re
 import select
 import signal
@@ -236,6 +237,29 @@ def test_runs_groups_to_the_end_with_prefixed_output(launch: Callable[..., Launc
     assert sorted((e["group"], e["code"], e["restart_in"]) for e in died) == [(g, 0, None) for g in range(3)]
     assert [e["code"] for e in run.events("end")] == [0]
     assert not (run.run_dir / "job.json").exists() and not (run.run_dir / "launch.sock").exists()
+
+
+def test_a_terminal_shows_one_live_line(stand_in: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(stand_in / "drive.py"), "--groups=1", f"--run-dir={stand_in / 'run'}"]
+    process = subprocess.Popen([*command, "--training.steps=50"], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # how a terminal tells that nobody writes any more
+        while data := os.read(ours, 4096):
+            said += data
+    os.close(ours)
+    assert process.wait(10) == 0
+    assert re.search(rb"\r\x1b\[2Kstep \d+/50  loss 1.0000 .* groups 1/1", said)
+    assert b"[g0] last step 50\r\n" in said
+
+
+def test_the_run_goes_on_when_nobody_reads_what_it_prints(launch: Callable[..., Launch]) -> None:
+    run = launch("--groups", "1", steps=60)
+    assert run.process.stdout
+    run.process.stdout.close()
+    assert run.process.wait(10) == 0
+    assert (run.run_dir / "logs" / "g0.log").read_text().endswith("last step 60\n")
 
 
 def test_a_killed_rank_is_reported_and_started_again(launch: Callable[..., Launch]) -> None:

@@ -31,14 +31,14 @@ class Metrics:
         self._since = time.perf_counter()
         self._tokens = self._steps = 0
 
-    def step(self, step: int, tokens: int, values: Mapping[str, float], curves: bool) -> None:
+    def step(self, step: int, tokens: int, values: Mapping[str, float], speaks: bool) -> None:
         """Take note of a finished step; print a line every `metrics.log_freq` steps and at the last.
 
         Args:
             step: updates committed.
             tokens: of this step.
             values: loss, lr and whatever else there is to plot.
-            curves: also write TensorBoard curves (one process of a run does).
+            speaks: this process prints and plots for the run.
         """
         self._tokens += tokens
         self._steps += 1
@@ -48,12 +48,15 @@ class Metrics:
         seconds = max(time.perf_counter() - self._since, 1e-9)
         rate = self._tokens / seconds
         eta = (last - step) * seconds / self._steps
+        if not speaks:
+            self.restart_clock()
+            return
         print(
             f"step {step}/{last}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
             f"grad norm {values['grad_norm']:.3f}  {rate:,.0f} tokens/s  ETA {duration(eta)}",
             flush=True,
         )
-        if curves and self.config.metrics.enable_tensorboard:
+        if self.config.metrics.enable_tensorboard:
             self._curves(step, {**values, "tokens_per_second": rate})
         self.restart_clock()
 

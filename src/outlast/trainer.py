@@ -6,6 +6,7 @@ the settled sums are the step's gradient. A subclass may override the seams `beg
 something else.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -126,6 +127,7 @@ class Trainer:
             units=self.units,
             unit_samples=self.unit_size,
             seq_len=self.config.training.seq_len,
+            pid=os.getpid(),
             parameters=sum(p.numel() for p in self.params),
             fault_tolerant=self.fault_tolerant,
             trajectory=self.trajectory(),
@@ -212,7 +214,7 @@ class Trainer:
     def after_commit(self, values: dict[str, float], tokens: int) -> None:
         """Report, digest and save, each when it is due."""
         c, last = self.config, self.step == self.config.training.steps
-        self.metrics.step(self.step, tokens, values, curves=self.writes())
+        self.metrics.step(self.step, tokens, values, speaks=self.writes())
         if last or (c.metrics.digest_every and self.step % c.metrics.digest_every == 0):
             self.digests = {self.step: checkpoint.digest(self.state())}
             self.events.emit("digest", step=self.step, sha256=self.digests[self.step])

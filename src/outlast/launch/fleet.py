@@ -127,8 +127,13 @@ class Fleet:
     # Groups ----------------------------------------------------------------------------------------
 
     def _fork(self, group: Group) -> None:
-        read_end, write_end = os.pipe()
         group.life = secrets.token_hex(4)
+        try:
+            read_end, write_end = os.pipe()
+        except OSError as e:
+            group.state = "forking"
+            self._exited(group, EXIT_FAILED, f"no pipe could be made: {e.strerror}")
+            return
         try:
             self._spawner.fork(group.number, group.life, group.config, write_end)
         except OSError:  # the template is gone, which its socket tells next

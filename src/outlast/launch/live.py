@@ -107,7 +107,7 @@ def _incident(event: dict[str, Any]) -> str:
     if kind == "heal":
         return f"{group} healed to step {event['step']} in {event['seconds']:.1f} s"
     if kind == "retry":
-        return f"step {event['step']} tried again: {event['cause']}"
+        return f"step {event['step']} tried again: {event['cause'].split('. ')[0][:80]}"
     if kind == "chaos" and event["action"] != "kill":
         return f"{event['target']} {'stopped' if event['action'] == 'stop' else 'goes on'}"
     return ""
@@ -151,8 +151,10 @@ class Screen:
         self._shown_at = now
         line = progress.line(time.time())
         if self._live:
-            with contextlib.suppress(OSError):
-                self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
+            if line != self._shown:
+                self._shown = line
+                with contextlib.suppress(OSError):
+                    self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
         elif (mark := f"{progress.step} {len(progress.lives)} {progress.incident}") != self._shown:
             self._shown = mark  # nothing new, nothing said
             self.say(line)

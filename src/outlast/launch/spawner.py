@@ -106,4 +106,6 @@ class Spawner:
     def close(self) -> None:
         """End the template, and with it what it forked."""
         if self.process is not None:
+            if not self.ready:
+                self.process.kill()  # it is importing and doesn't listen
             self.ended(timeout_s=5.0)  # it hears the socket close, ends its ranks and goes

@@ -110,9 +110,11 @@ class Supervisor:
             while self._ending is None or self._fleet.is_active():
                 self._turn()
             end = self._ending.end
+        except UserError as e:
+            end = policy.End(e.exit_code, str(e))
+            raise
         except BaseException as e:
-            code = e.exit_code if isinstance(e, UserError) else EXIT_FAILED
-            end = policy.End(code, f"launch failed: {type(e).__name__}: {e}")
+            end = policy.End(EXIT_FAILED, f"launch failed: {type(e).__name__}: {e}")
             raise
         finally:
             self._close(end)
@@ -174,7 +176,8 @@ class Supervisor:
     def _close(self, end: policy.End) -> None:
         with contextlib.ExitStack() as last:  # in reverse; each is done whatever the others do
             last.callback(self._hub.close)
-            last.callback(self._sum_up, end)
+            if self._ending:
+                last.callback(self._sum_up, end)
             last.callback(self._hub.emit, "end", code=end.code, reason=end.reason)
             if self._control:
                 last.callback(self._control.close)

@@ -34,7 +34,7 @@ def strike(world: "World", victim: "Life | None") -> None:
             for other in [None, *world.alive]:
                 cut(world, victim, other, seconds)
         case "lighthouse":
-            crash_lighthouse(world, min(seconds, 3.0))
+            crash_lighthouse(world, min(most, world.between(20.0, 60.0)) if rng.random() < 0.1 else min(seconds, 3.0))
         case "twin":
             freeze(world, victim, seconds)
             world.launch_after(seconds * rng.random(), victim.group)

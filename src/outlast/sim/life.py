@@ -128,7 +128,7 @@ class Life:
             if self.step == self.world.scenario.steps:  # it healed to the end
                 self.next_action = action
                 return
-        self.prepare(action)
+        yield from self.prepare(action)
         for unit in action.units:
             broke = yield from self.run_unit(unit)
             if broke:
@@ -244,7 +244,7 @@ class Life:
         deadline = w.now + w.times.ask
         while True:
             if isinstance(action, Compute):
-                self.prepare(action)
+                yield from self.prepare(action)
                 action = self.protocol.units_done()
                 deadline = w.now + w.times.ask
             elif isinstance(action, Finish):
@@ -358,7 +358,7 @@ class Life:
         self.plane = got
         return self.protocol.connected()
 
-    def prepare(self, action: Compute) -> None:
+    def prepare(self, action: Compute) -> Waits:
         """What comes before the units: drop the sums, serve those who are behind."""
         w = self.world
         if action.drop:
@@ -367,6 +367,7 @@ class Life:
         if not action.snapshot_for:
             self.snapshot = None
         elif self.snapshot is None or self.key_of(self.snapshot) != self.key_of(self.take()):
+            yield w.scenario.heal_s * w.between(0.0, 0.3)
             self.snapshot = self.take()
 
     @staticmethod
@@ -389,11 +390,13 @@ class Life:
         return self.protocol.healed(got.step, dict(got.window))
 
     def fetch(self, action: Heal) -> Waits:
-        """Three chunks of a snapshot, one after the other; each must still be there."""
+        """A snapshot's manifest and chunks, one after the other; it must still be there for each."""
         w = self.world
         donor = w.by_address(action.address)
         got: Snapshot | None = None
-        yield w.delay()
+        until = w.now + w.times.exchange  # the donor got its answer when this life did; it takes its copy now
+        while not donor.dead and w.now < until and not (donor.snapshot and self.is_wanted(donor.snapshot, action)):
+            yield w.times.beat
         for _ in range(3):
             yield w.scenario.heal_s * w.between(0.1, 0.6)
             silent = w.silence(self, donor)
