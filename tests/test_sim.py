@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from outlast.ft import protocol
-from outlast.ft.protocol import Action, Answer, Heal, Member
+from outlast.ft.protocol import Action, Answer, Heal, Member, Protocol
 from outlast.sim.life import Life, Waits
 from outlast.sim.lighthouse import Lighthouse, quorum_members
 from outlast.sim.model import Ledger, Piece, Snapshot
-from outlast.sim.patched import Patched
 from outlast.sim.plane import Failed
 from outlast.sim.run import Result, first_violation, simulate
 from outlast.sim.world import World
@@ -22,7 +21,7 @@ MODES = pytest.mark.parametrize("exact", [True, False], ids=["exact", "float"])
 # --- Planted bugs ----------------------------------------------------------------------------------
 
 
-class KeepsHeld(Patched):
+class KeepsHeld(Protocol):
     """`held` isn't emptied at a commit."""
 
     def committed(self, lineage: str) -> None:
@@ -31,7 +30,7 @@ class KeepsHeld(Patched):
         self.held = held
 
 
-class TakesAnyAnswer(Patched):
+class TakesAnyAnswer(Protocol):
     """An answer to an earlier request is taken for the one to this."""
 
     def answered(self, answer: Answer) -> Action:
@@ -112,6 +111,12 @@ FORKS = {
 }
 """A world in which partial commits and overlapping sums are common."""
 
+LOSSES = {"loss_p": 0.1, "late_p": 1.0, "fault_p": 0.1, "max_faults": 12, "faults": {"crash": 2.0, "isolate": 1.0}}
+"""A world in which answers are lost and lives are short."""
+
+TWINS = {"fault_p": 0.06, "max_faults": 8, "rough_s": 40.0, "faults": {"twin": 2.0, "crash": 1.0}}
+"""A world in which groups are taken for dead, replaced, and go on."""
+
 BUGS = {
     "heals by step number only": Bug(
         1000,
@@ -120,15 +125,17 @@ BUGS = {
         exact=False,
         plant=lambda m: m.setattr(Member, "lineage", property(lambda self: "any")),
     ),
-    "store names repeat": Bug(1000, {"store name"}, {"world": StoreNamesRepeat, "faults": {"lighthouse": 1.0, "freeze": 0.5}}),
+    "store names repeat": Bug(
+        1000, {"store name"}, {"world": StoreNamesRepeat, "faults": {"lighthouse": 1.0, "freeze": 0.5}}
+    ),
     "held is kept across a step": Bug(1000, {"sums"}, {"protocol": KeepsHeld}),
     "half a unit stays in the sums": Bug(1000, {"sums", "sum"}, {"life": KeepsHalfUnits}),
     "two holders of one unit": Bug(
         1000, {"units", "plan"}, FORKS, plant=lambda m: m.setattr(protocol, "accept_held", accept_all)
     ),
     "commits without the reduction": Bug(1000, {"sum"}, {"life": CommitsAnyway}),
-    "an old answer is taken for the new one": Bug(1000, {"sums"}, {"protocol": TakesAnyAnswer}),
-    "names without the life": Bug(1000, {"sums"}, {"world": NamesWithoutLife}),
+    "an old answer is taken for the new one": Bug(1000, {"sums"}, {"protocol": TakesAnyAnswer, **LOSSES}),
+    "names without the life": Bug(1000, {"sums"}, {"world": NamesWithoutLife, **TWINS}),
 }
 
 

@@ -262,4 +262,4 @@ def make_sums(kind: str, params: Sequence[Tensor], units: int, unit_tokens: int)
 
 
 def _bytes(t: Tensor) -> memoryview:
-    return memoryview(t.detach().cpu().contiguous().numpy()).cast("B")
+    return t.detach().cpu().contiguous().numpy().data.cast("B")

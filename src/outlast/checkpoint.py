@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -41,10 +42,29 @@ def digest(state: Mapping[str, Tensor]) -> str:
     return h.hexdigest()
 
 
+def slice_digest(state: Mapping[str, Tensor], step: int) -> str:
+    """Hash of the 1 MiB slice of a state whose turn it is at a step, hex.
+
+    The slice moves on with each step, so that two states that differ anywhere are told apart once it gets there.
+    """
+    h = xxhash.xxh3_128()
+    total = sum(t.numel() * t.element_size() for t in state.values())
+    lo, at = step % -(-total // _SLICE) * _SLICE, 0
+    for _, t in sorted(state.items()):
+        size = t.numel() * t.element_size()
+        if at < lo + _SLICE and at + size > lo:
+            h.update(tensor_bytes(t)[max(0, lo - at) : lo + _SLICE - at])
+        at += size
+    return h.hexdigest()
+
+
+_SLICE = 1 << 20
+
+
 def tensor_bytes(t: Tensor) -> memoryview:
     """The bits of a tensor, flat, without a copy where it lies on the CPU."""
     flat = t.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import re
 import time
 import tomllib
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from outlast.errors import ConfigError
 
@@ -463,6 +465,32 @@ def _check_fault_tolerance(c: Config) -> None:
                 f"fault_tolerance.{name} = {value} contradicts heartbeat_timeout_ms = {f.heartbeat_timeout_ms}: "
                 f"expected at least twice that, {2 * f.heartbeat_timeout_ms}, or leave it out"
             )
+
+
+def lighthouse_address(f: FaultTolerance) -> str:
+    """Where the lighthouse is: the config's, the environment's, or the field's default.
+
+    Raises:
+        ConfigError: it isn't http://host:port.
+    """
+    address = f.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE") or "http://localhost:29510"
+    host_and_port(address)
+    return address
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """`http://host:port` -> its host and port.
+
+    Raises:
+        ConfigError: it isn't that.
+    """
+    try:
+        parts = urlsplit(address)
+        if parts.scheme == "http" and parts.hostname and parts.port:
+            return parts.hostname, parts.port
+    except ValueError:
+        pass
+    raise ConfigError(f"lighthouse address {address!r}: expected http://host:port")
 
 
 def trajectory_fields(c: Config) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _checks(groups: Audit, alone: Audit, events: list[dict[str, Any]]) -> list[C
     parameters = max((e["parameters"] for e in events if e["kind"] == "start"), default=0)
     last = [s.loss for s in groups.history[-10:]]
     loss = sum(last) / len(last) if last else float("nan")
-    killed = [i.group for i in groups.incidents if i.kind == "kill"]
+    killed = [i.group for i in groups.incidents if i.kind == "kill" and i.group is not None]
     broken = [*groups.broken, *alone.broken]
     return [
         Check(
@@ -105,7 +105,11 @@ def _checks(groups: Audit, alone: Audit, events: list[dict[str, Any]]) -> list[C
             not broken,
             broken[0] if broken else f"{groups.redone_units} units computed again",
         ),
-        Check("one trajectory: same samples, losses and digests", both.same, both.difference or "to the last bit"),
+        Check(
+            "one trajectory: same samples, losses and digests",
+            both.same,
+            "to the last bit" if both.same else str(both.difference),
+        ),
         Check("same final digest", groups.final_digest == alone.final_digest, f"{(groups.final_digest or '')[:16]}…"),
         Check("two groups were killed", sorted(killed) == sorted(VICTIMS), f"groups {killed}"),
         *(

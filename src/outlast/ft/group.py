@@ -11,18 +11,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from urllib.parse import urlsplit
 
 import torch
-from torch.distributed import ReduceOp, TCPStore
-from torch.distributed.distributed_c10d import AllreduceOptions, Work
+from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, TCPStore, Work
 
 from outlast.accumulate import Wait
-from outlast.config import FaultTolerance
+from outlast.config import host_and_port
 from outlast.errors import ConfigError, UserError
 from outlast.ft.protocol import Answer, Participant
+from outlast.times import Times
 
 os.environ.setdefault("RUST_LOG", "error")  # torchft's client is chatty
 try:
@@ -33,41 +31,6 @@ except ImportError as e:
         f"fault tolerance needs torchft, which can't be imported ({e}); it has wheels for Linux x86-64 only: "
         "`pip install torchft` there, or train with one group"
     ) from None
-
-
-@dataclass(frozen=True)
-class Times:
-    """Every wait, in seconds; all follow from `fault_tolerance.heartbeat_timeout_ms`."""
-
-    heartbeat: float  # silence after which the lighthouse drops a member
-    beat: float  # between heartbeats
-    join: float  # the lighthouse waits this long for a live member that doesn't ask
-    ask: float  # a quorum call; longer than `join`, or asking again would reset that clock
-    connect: float  # meeting in a new process group
-    exchange: float  # one piece of the sums, once all have arrived
-    unit: float  # the least that a unit may take before the heartbeat stops
-    first_unit: float  # the first one: nothing is known yet
-    phase: float  # start, heal, digest, save
-    lighthouse: float  # without a lighthouse, then give up
-
-    @classmethod
-    def of(cls, config: FaultTolerance) -> "Times":
-        """The times that follow from a config."""
-        beat = config.heartbeat_timeout_ms / 1000
-        join = config.join_timeout_ms / 1000 if config.join_timeout_ms else 20 * beat
-        exchange = config.process_group_timeout_ms / 1000 if config.process_group_timeout_ms else 20 * beat
-        return cls(
-            heartbeat=beat,
-            beat=beat / 5,
-            join=join,
-            ask=join + 10 * beat,
-            connect=4 * beat,
-            exchange=exchange,
-            unit=2 * beat,
-            first_unit=240 * beat,
-            phase=240 * beat,
-            lighthouse=1200 * beat,
-        )
 
 
 class Pulse:
@@ -138,11 +101,10 @@ class Lighthouse:
         Raises:
             UserError: nothing does, for the time that a quorum may take.
         """
-        parts = urlsplit(self.address)
         deadline = time.monotonic() + self._times.ask
         while True:
             try:
-                socket.create_connection((parts.hostname or "", parts.port or 80), self._times.connect).close()
+                socket.create_connection(host_and_port(self.address), self._times.connect).close()
                 return
             except OSError as e:
                 if time.monotonic() > deadline:
@@ -169,17 +131,22 @@ class Lighthouse:
                 request.step,
                 ranks,
                 False,
-                dict(request.data),
+                {**request.data},
             )
         except Exception:
             self._client = None
             raise
-        members = [Participant(m.replica_id, m.step, m.address, m.store_address, m.data or {}) for m in q.participants]
+        members = [
+            Participant(
+                m.replica_id, m.step, m.address, m.store_address, {str(k): v for k, v in (m.data or {}).items()}
+            )
+            for m in q.participants
+        ]
         return Answer(f"{q.quorum_id}.{q.created.seconds}.{q.created.nanos}", members)
 
 
 class PlaneError(Exception):
-    """Sums couldn't be carried to the other groups, or from them."""
+    """Sums couldn't be carried between the groups."""
 
 
 class Plane:
@@ -193,17 +160,13 @@ class Plane:
         self.size = 1
 
     def connect(self, store: str, prefix: str, rank: int, size: int, others: set[int]) -> None:
-        """Meet the other members.
+        """Meet `size` members (1: nobody) at a store, under a prefix never used before.
 
         Args:
-            store: host:port of the rendezvous store.
-            prefix: never used before, the same for all who are to meet.
-            rank: of this group among them.
-            size: how many there are; 1 is nobody to meet.
-            others: ports of connections that aren't this group's.
+            others: ports of this process' connections that don't belong to the process group.
 
         Raises:
-            PlaneError: they didn't all come in time. Nothing is left open.
+            PlaneError: they didn't all come in time.
         """
         self.cancel()
         self.size = size
@@ -225,7 +188,7 @@ class Plane:
         if self._group is None:
             return lambda: None
         options = AllreduceOptions()
-        options.reduceOp = ReduceOp.SUM
+        options.reduceOp = ReduceOp(ReduceOp.SUM)
         options.timeout = timedelta(seconds=timeout_s)
         try:
             work = self._group.allreduce([tensor], options)
@@ -283,23 +246,6 @@ class Store:
             master_listen_fd=listener.detach(),
             use_libuv=False,
         )
-
-
-def lighthouse_address(config: FaultTolerance) -> str:
-    """Where the lighthouse is: the config's, the environment's, or the field's default.
-
-    Raises:
-        ConfigError: it isn't http://host:port.
-    """
-    address = config.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE") or "http://localhost:29510"
-    try:
-        parts = urlsplit(address)
-        good = parts.scheme == "http" and parts.hostname and parts.port
-    except ValueError:
-        good = False
-    if not good:
-        raise ConfigError(f"lighthouse address {address!r}: expected http://host:port")
-    return address
 
 
 def _open_sockets() -> dict[int, str]:

@@ -8,13 +8,7 @@ def accept_held(claims: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int
 
     A group's sum can't be taken apart, so a set of held units is accepted whole or not at all. Two groups may
     hold the same unit (one was paused and the others computed it again): then the larger set wins, then the
-    name, and the loser drops all it holds.
-
-    Args:
-        claims: member -> units it holds.
-
-    Returns:
-        The accepted claims, disjoint. A member with a claim that isn't here must drop it.
+    name. A member whose claim isn't returned must drop it.
     """
     accepted: dict[str, frozenset[int]] = {}
     taken: set[int] = set()
@@ -28,15 +22,8 @@ def accept_held(claims: Mapping[str, frozenset[int]]) -> dict[str, frozenset[int
 def share(units: int, held: Mapping[str, frozenset[int]], names: Sequence[str]) -> dict[str, frozenset[int]]:
     """Give every unit exactly one owner.
 
-    Units nobody holds go to the least loaded, in runs of consecutive numbers so that sets stay short ranges.
-
-    Args:
-        units: M.
-        held: accepted claims (`accept_held`), of members in `names`.
-        names: the members, at least one.
-
-    Returns:
-        Member -> all units it will hold. A member may end with none (a spare).
+    Units nobody holds go to the least loaded of `names`, in runs of consecutive numbers so that sets stay short
+    ranges. A member may end with none (a spare).
     """
     order = sorted(names)
     free = sorted(set(range(units)) - set().union(*held.values()))

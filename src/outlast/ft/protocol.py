@@ -32,31 +32,18 @@ ROOT = "0" * 16
 
 @dataclass(frozen=True)
 class Rules:
-    """What is fixed for one life of a group.
+    """What is fixed for one life of a group."""
 
-    Attributes:
-        name: unique to this life, `g{group}:{life}`.
-        units: M, work units a step.
-        steps: of the whole run.
-        num_groups: expected.
-        min_groups: commit nothing with fewer.
-        exact: sums are exact, so two lineages at one step mean that bits went wrong.
-        fingerprint: what must be equal among members, field by field.
-        floor: the highest step that the run is known to have committed when this life began.
-        address: where this group's snapshots are served.
-        store: where its rendezvous store listens.
-    """
-
-    name: str
-    units: int
-    steps: int
-    num_groups: int
-    min_groups: int
-    exact: bool
-    fingerprint: Mapping[str, str]
-    floor: int = 0
-    address: str = ""
-    store: str = ""
+    name: str  # unique to this life, `g{group}:{life}`
+    units: int  # M, work units a step
+    steps: int  # of the whole run
+    num_groups: int  # expected
+    min_groups: int  # commit nothing with fewer
+    exact: bool  # sums are exact, so two lineages at one step mean that bits went wrong
+    fingerprint: Mapping[str, str]  # what must be equal among members, field by field
+    floor: int = 0  # the highest step that the run is known to have committed when this life began
+    address: str = ""  # where this group's snapshots are served
+    store: str = ""  # where its rendezvous store listens
 
 
 @dataclass(frozen=True)
@@ -250,13 +237,7 @@ def next_lineage(previous: str, bits: str) -> str:
 
 
 def decide(me: Member, members: Sequence[Member], rules: Rules) -> Decision:
-    """What the members of a quorum do next. Pure: all of them decide from the same values.
-
-    Args:
-        me: this group's entry.
-        members: all participants that could be read, `me` among them.
-        rules: of this life; the fields that all members share decide.
-    """
+    """What the members of a quorum do next. Pure: all of them decide from the same values, `me` among `members`."""
     reference = _reference_fingerprint(members)
     if me.fingerprint != reference:
         return Leave(f"refused by the run: {_difference(me.fingerprint, reference)}", again=False)
@@ -276,9 +257,9 @@ def decide(me: Member, members: Sequence[Member], rules: Rules) -> Decision:
     behind = sorted((m for m in credible if m not in active), key=lambda m: m.name)
 
     floor = max(m.floor for m in ours)
-    if truth == 0 and floor > 0:
+    if truth == 0 and floor > 0 and not any(m.ran for m in ours):
         why = f"steps 1 to {floor} of this run were committed, and nobody here holds them"
-        if me.asks > LOST_ASKS:
+        if max(m.asks for m in ours) > LOST_ASKS:
             return Leave(f"{why}; bring back a group that does, or start a new run folder", again=False)
         return Lost(why)
     if me not in active:
@@ -353,20 +334,13 @@ class Protocol:
 
     Call `begin` for each step, then do what the returned action says and report back with the method of that
     name, until it is `Compute`; after its units `units_done`, and so on. Every method returns the next action.
-
-    Attributes:
-        rules: what doesn't change.
-        step: updates committed.
-        window: step -> lineage of the last commits, the present one among them.
-        held: units of the next step that this group's sums hold.
-        live: identity of the connected process group, or None.
     """
 
     rules: Rules
-    step: int = 0
-    window: dict[int, str] = field(default_factory=lambda: {0: ROOT})
-    held: set[int] = field(default_factory=set)
-    live: str | None = None
+    step: int = 0  # updates committed
+    window: dict[int, str] = field(default_factory=lambda: {0: ROOT})  # step -> lineage, the present one too
+    held: set[int] = field(default_factory=set)  # units of the next step that this group's sums hold
+    live: str | None = None  # identity of the connected process group
     run: Run | None = None
     members: tuple[Member, ...] = ()
     key: str = ""
@@ -435,8 +409,6 @@ class Protocol:
             case Run():
                 self.run = decision
                 self.ran = True
-                if decision.drop:
-                    self.held.clear()
                 if decision.connect and decision.exchange:
                     rank = decision.active.index(self.rules.name)
                     return Connect(answer.key, decision.store, rank, len(decision.active))
@@ -456,6 +428,8 @@ class Protocol:
 
     def _compute(self) -> Compute:
         assert self.run is not None
+        if self.run.drop:  # only now: the shell clears the sums with the same action
+            self.held.clear()
         mine = self.run.by[self.rules.name] - self.held
         return Compute(tuple(sorted(mine)), self.run.drop, self.run.joiners)
 
@@ -480,12 +454,7 @@ class Protocol:
         return int.from_bytes(hashlib.sha256(self.key.encode()).digest()[:4], "big")
 
     def exchanged(self, seal: int, bits: str) -> Action:
-        """The exchange succeeded, with each unit counted once.
-
-        Args:
-            seal: sum over the members.
-            bits: hash of what was summed, and of whatever else is the same wherever all is well.
-        """
+        """The exchange succeeded, with each unit once: the sum of seals, and a hash that is equal where all is well."""
         assert self.run is not None
         if seal != self.seal * len(self.run.active):
             return self._fail("the exchange mixed two attempts")

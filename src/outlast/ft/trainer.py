@@ -4,6 +4,7 @@
 here it is done.
 """
 
+import hashlib
 import os
 import statistics
 import time
@@ -11,16 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import xxhash
 from torch import Tensor
 
-from outlast import checkpoint, saves
+from outlast import checkpoint, saves, transfer
 from outlast.accumulate import NotWholeError, Totals, Wait
+from outlast.config import host_and_port, lighthouse_address
 from outlast.errors import ConfigError, StorageError, UserError
 from outlast.events import last_commit, to_ranges
-from outlast.ft import heal
-from outlast.ft.fingerprint import fingerprint, numerics_probe
-from outlast.ft.group import Lighthouse, Plane, PlaneError, Pulse, Store, Times, lighthouse_address
+from outlast.ft.group import Lighthouse, Plane, PlaneError, Pulse, Store
 from outlast.ft.protocol import (
     ROOT,
     Action,
@@ -35,10 +34,11 @@ from outlast.ft.protocol import (
     Protocol,
     Rules,
 )
+from outlast.models.probe import numerics_probe
+from outlast.times import Times
 from outlast.trainer import Trainer
 
 TOKEN = "OUTLAST_TOKEN"
-_SLICE = 1 << 20  # bytes of weights and optimizer state that each commit's lineage looks at
 
 
 class AttemptEnded(Exception):
@@ -80,7 +80,7 @@ class FaultTolerance(Trainer):
         self.window: dict[int, str] = {0: ROOT}
         super().begin()
         self.store = Store(ft.host)
-        self.server = heal.SnapshotServer(ft.host, self.token, self.times.exchange)
+        self.server = transfer.SnapshotServer(ft.host, self.token, self.times.exchange)
         probe = numerics_probe(self.device, self.config.training.mixed_precision_param == "bfloat16")
         rules = Rules(
             name=self.name,
@@ -89,7 +89,12 @@ class FaultTolerance(Trainer):
             num_groups=ft.group_size,
             min_groups=ft.min_replica_size,
             exact=self.config.training.accumulation == "exact",
-            fingerprint=fingerprint(self.trajectory(), self.token, self.ranks, probe),
+            fingerprint={
+                **{key: str(value) for key, value in self.trajectory().items()},
+                "job": hashlib.sha256(b"job " + self.token.encode()).hexdigest()[:16],  # the token itself isn't told
+                "ranks a group": str(self.ranks),
+                "numerics probe": probe,
+            },
             floor=floor,
             address=self.server.address,
             store=self.store.address,
@@ -173,7 +178,9 @@ class FaultTolerance(Trainer):
                 totals = self.sums.settle(self.exchange, action.seal)
         except (PlaneError, NotWholeError) as e:
             self.retry(self.protocol.failed(str(e)), str(e))
-        committing = self.protocol.exchanged(totals.seal, f"{totals.hash} {self.slice_hash()}")
+        committing = self.protocol.exchanged(
+            totals.seal, f"{totals.hash} {checkpoint.slice_digest(self.state(), self.step)}"
+        )
         if not isinstance(committing, Commit):
             self.retry(committing, "the exchange mixed two attempts")
         self.committing = committing
@@ -255,14 +262,10 @@ class FaultTolerance(Trainer):
             with self.pulse.phase(self.times.ask + self.times.phase):
                 answer = self.lighthouse.quorum(action.request, self.ranks)
         except (RuntimeError, TimeoutError, OSError) as e:
-            self.events.emit(
-                "retry",
-                step=self.step + 1,
-                cause=f"no answer from the lighthouse: {str(e).splitlines()[0][:200]}",
-                held=to_ranges(self.protocol.held),
-                seconds=round(time.perf_counter() - started, 6),
-            )
-            self.wait_for_lighthouse()
+            self.say_retry(f"no answer from the lighthouse: {str(e).splitlines()[0][:200]}")
+            # Wait until it has heard this group and its peers again, or it would answer one of them alone.
+            if not self.pulse.wait_beats(3, self.times.lighthouse):
+                raise StorageError(f"no lighthouse at {self.address} for {self.times.lighthouse:g} s") from None
             return self.protocol.lost(str(e))
         members = {p.name: [p.step, str(p.data.get("held", ""))] for p in answer.participants}
         seconds = round(time.perf_counter() - started, 6)
@@ -271,18 +274,12 @@ class FaultTolerance(Trainer):
         self.say_plan(answer.key)
         return decided
 
-    def wait_for_lighthouse(self) -> None:
-        """After an outage wait until it has heard this group and its peers, or it would answer one alone."""
-        if not self.pulse.wait_beats(3, self.times.lighthouse):
-            raise StorageError(f"no lighthouse at {self.address} for {self.times.lighthouse:g} s")
-
     def say_plan(self, key: str) -> None:
         """Emit the plan that a quorum led to, if it led to one."""
-        run = self.protocol.run
-        if run is None:
+        if (run := self.protocol.run) is None:
             return
         self.first = run.active[0] == self.name
-        held = self.protocol.held
+        held = set() if run.drop else self.protocol.held
         self.events.emit(
             "plan",
             step=self.step + 1,
@@ -298,7 +295,7 @@ class FaultTolerance(Trainer):
 
     def meet(self, action: Connect) -> Action:
         """Connect to the active groups."""
-        others = {self.server.port, self.store.port, int(self.address.rsplit(":", 1)[1].strip("/"))}
+        others = {self.server.port, self.store.port, host_and_port(self.address)[1]}
         try:
             with self.pulse.phase(self.times.connect + self.times.phase):
                 self.plane.connect(action.store, f"{action.key}/0", action.rank, action.size, others)
@@ -319,7 +316,9 @@ class FaultTolerance(Trainer):
         if have is None or (have.step, have.lineage) != (self.step, self.protocol.window[self.step]):
             started = time.perf_counter()
             facts = self.save_facts()
-            self.server.snapshot = heal.take_snapshot(self.state(), self.step, facts["window"][str(self.step)], facts)
+            self.server.snapshot = transfer.take_snapshot(
+                self.state(), self.step, facts["window"][str(self.step)], facts
+            )
             self.events.emit(
                 "snapshot",
                 step=self.step,
@@ -336,7 +335,7 @@ class FaultTolerance(Trainer):
         state = self.state()
         try:
             with self.pulse.phase(self.times.phase):
-                got = heal.fetch(
+                got = transfer.fetch(
                     action.address,
                     self.token,
                     action.step,
@@ -345,7 +344,7 @@ class FaultTolerance(Trainer):
                     self.times.exchange,
                     self.times.phase,
                 )
-        except heal.HealError as e:
+        except transfer.TransferError as e:
             self.events.emit("heal_failed", donor=action.donor, cause=str(e))
             return self.protocol.heal_failed(f"{action.donor}: {e}")
         checkpoint.install(state, got.tensors, action.donor)
@@ -395,21 +394,3 @@ class FaultTolerance(Trainer):
         run = self.protocol.run
         most = max((len(units) for units in run.by.values()), default=1) if run else 1
         return self.times.exchange + 3 * most * statistics.median(self.unit_seconds)
-
-    def slice_hash(self) -> str:
-        """Hash of a slice of weights and optimizer state that moves on each step.
-
-        It goes into the lineage: groups with other bits at the same step are found when the slice meets them.
-        """
-        digest = xxhash.xxh3_128()
-        tensors = list(self.state().values())
-        total = sum(t.numel() * t.element_size() for t in tensors)
-        pieces = -(-total // _SLICE)
-        lo = self.step % pieces * _SLICE
-        at = 0
-        for t in tensors:
-            size = t.numel() * t.element_size()
-            if at < lo + _SLICE and at + size > lo:
-                digest.update(checkpoint.tensor_bytes(t)[max(0, lo - at) : lo + _SLICE - at])
-            at += size
-        return digest.hexdigest()

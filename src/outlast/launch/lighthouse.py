@@ -14,10 +14,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from outlast.config import FaultTolerance
+from outlast.config import FaultTolerance, host_and_port
 from outlast.errors import ConfigError, UserError
+from outlast.times import Times
 
 READY_S = 15.0
 """Longest wait for a started lighthouse to accept connections."""
@@ -53,13 +53,7 @@ def choose_address(given: str) -> Address:
     if not given:
         port = _free_port()
         return Address(f"http://127.0.0.1:{port}", "127.0.0.1", port, True)
-    try:
-        parts = urlsplit(given)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or not port or not given.startswith("http://"):
-        raise ConfigError(f"fault_tolerance.lighthouse = {given!r}: expected http://host:port")
+    host, port = host_and_port(given)
     if host == "localhost":
         host = "127.0.0.1"
     try:
@@ -129,7 +123,7 @@ class Lighthouse:
         """Readable once the process ended."""
         self.started_at = 0.0
         host = f"[{address.host}]" if ":" in address.host else address.host
-        join_ms = settings.join_timeout_ms or 20 * settings.heartbeat_timeout_ms
+        join_ms = round(1000 * Times.of(settings).join)
         numbers = (settings.min_replica_size, join_ms, QUORUM_TICK_MS, settings.heartbeat_timeout_ms)
         self._args = [f"{host}:{address.port}", *map(str, numbers)]
 

@@ -1,4 +1,4 @@
-"""Models by name."""
+"""From a config to a model, and the loss it is trained on."""
 
 import dataclasses
 import difflib
@@ -7,63 +7,87 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outlast.config import Model
+from outlast import config
 from outlast.errors import ConfigError
-from outlast.models.llama import FLAVORS, Llama, LlamaArgs
+from outlast.models.llama import FLAVORS, Llama, LlamaArgs, flops_per_token, num_parameters
+
+__all__ = ["IGNORE", "Llama", "LlamaArgs", "build", "flops_per_token", "model_args", "num_parameters", "token_loss"]
+
+IGNORE = -100
+"""A target that doesn't count."""
+_VOCAB_MULTIPLE = 64
 
 
-def model_args(model: Model, vocab_size: int) -> LlamaArgs:
-    """Sizes of a model: the flavour's, with what the config sets otherwise.
+def model_args(model: config.Model, vocab_size: int, seq_len: int) -> LlamaArgs:
+    """Sizes of the model that a config asks for: its flavour's, but for those that it gives.
 
     Args:
-        model: the config's section.
-        vocab_size: of the corpus.
+        model: section `[model]`.
+        vocab_size: of the corpus; the embedding gets this many rows, rounded up to a multiple of 64, unless
+            `model.vocab_size` says otherwise.
+        seq_len: longest sequence.
 
     Raises:
-        ConfigError: an unknown flavour, or sizes that don't fit each other.
+        ConfigError: unknown flavour, or sizes that can't go together.
     """
     if model.flavor not in FLAVORS:
-        near = difflib.get_close_matches(model.flavor, FLAVORS, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"model.flavor = {model.flavor!r}: expected one of {', '.join(FLAVORS)}{hint}")
-    sizes = {k: v for k in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim") if (v := getattr(model, k))}
-    if model.n_heads and not model.n_kv_heads:
-        sizes["n_kv_heads"] = model.n_heads
+        near = difflib.get_close_matches(model.flavor, FLAVORS, 1, 0.4)
+        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(FLAVORS)}"
+        raise ConfigError(f"model.flavor = {model.flavor!r} is unknown; {hint}")
+    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+    given = {name: getattr(model, name) for name in names if getattr(model, name)}
+    if "n_heads" in given and "n_kv_heads" not in given and FLAVORS[model.flavor].n_kv_heads == FLAVORS[model.flavor].n_heads:
+        given["n_kv_heads"] = given["n_heads"]
+    given.setdefault("vocab_size", -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE)
     if model.tie_embeddings != "flavor":
-        sizes["tied"] = model.tie_embeddings == "yes"
-    args = dataclasses.replace(FLAVORS[model.flavor], vocab_size=model.vocab_size or -(-vocab_size // 64) * 64, **sizes)
-    for name, value in [("dim", args.dim), ("n_layers", args.n_layers), ("n_heads", args.n_heads)]:
-        if value < 1:
-            raise ConfigError(f"model.{name} = {value}: expected 1 or more")
-    if args.dim % args.n_heads or args.head_dim % 2:
-        raise ConfigError(f"model.dim = {args.dim} must be an even multiple of model.n_heads = {args.n_heads}")
-    if args.n_kv_heads < 1 or args.n_heads % args.n_kv_heads:
-        raise ConfigError(f"model.n_heads = {args.n_heads} must be a multiple of n_kv_heads = {args.n_kv_heads}")
-    if args.vocab_size < vocab_size:
-        raise ConfigError(f"model.vocab_size = {args.vocab_size}: the corpus has {vocab_size} tokens; 0 follows it")
+        given["tie_embeddings"] = model.tie_embeddings == "yes"
+    args = dataclasses.replace(FLAVORS[model.flavor], seq_len=seq_len, **given)
+    _check(args, names, vocab_size)
     return args
 
 
-def build(model: Model, vocab_size: int, seq_len: int) -> Llama:
-    """A model on the meta device; `init_weights` materialises it.
+def _check(args: LlamaArgs, names: tuple[str, ...], vocab_size: int) -> None:
+    for name in names:
+        if getattr(args, name) < 0:
+            raise ConfigError(f"model.{name} = {getattr(args, name)}: expected more than 0, or 0 for the flavour's")
+    if args.dim % args.n_heads:
+        raise ConfigError(f"model.dim = {args.dim} isn't a multiple of model.n_heads = {args.n_heads}")
+    if args.n_heads % args.n_kv_heads:
+        raise ConfigError(f"model.n_heads = {args.n_heads} isn't a multiple of model.n_kv_heads = {args.n_kv_heads}")
+    if args.head_dim % 2:
+        raise ConfigError(
+            f"model.dim / model.n_heads = {args.dim} / {args.n_heads} = {args.head_dim} is odd; rotary positions turn "
+            "pairs, so it must be even"
+        )
+    if args.vocab_size < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {args.vocab_size} is less than the corpus' {vocab_size}; give at least that, or 0"
+        )
+
+
+def build(model: config.Model, vocab_size: int, seq_len: int) -> Llama:
+    """The model that a config asks for, on the meta device; `init_weights` gives it a device and numbers.
+
+    Args: see `model_args`.
 
     Raises:
-        ConfigError: as `model_args`.
+        ConfigError: see `model_args`.
     """
-    args = model_args(model, vocab_size)
+    args = model_args(model, vocab_size, seq_len)
     with torch.device("meta"):
-        return Llama(args, seq_len)
+        return Llama(args)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    """Cross-entropy, summed over targets.
+    """Cross-entropy, summed: sums of parts can be added, means can't.
 
     Args:
-        logits: [B, T, V].
-        targets: int64 [B, T]; -100 doesn't count.
+        logits: [B, T, V], any float dtype; the sum is made in float32.
+        targets: int64 [B, T]; those that are `IGNORE` don't count.
 
     Returns:
-        The sum, fp32 scalar in nats, and how many counted.
+        The sum in nats (fp32 scalar), and how many targets counted.
     """
-    total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
-    return total, int((targets != -100).sum())
+    flat = targets.flatten()
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), flat, ignore_index=IGNORE, reduction="sum")
+    return loss, int((flat != IGNORE).sum())

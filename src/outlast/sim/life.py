@@ -279,7 +279,7 @@ class Life:
                 self.leave_plane()
                 raise LifeEnds(reason, again)
             case _:
-                raise AssertionError(action)
+                self.world.fail("action", f"{self.name} at step {self.step} is told {action}")
 
     def leave_plane(self) -> None:
         """Leave the process group at once."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outlast.sim.life import Life
-from outlast.sim.patched import Patched
 from outlast.sim.scenario import draw
 from outlast.sim.world import Violation, World
 
@@ -57,7 +56,7 @@ def simulate(
         changes: fields of the scenario to set.
     """
     rng = random.Random(seed)
-    scenario = replace(draw(rng, exact), **({"protocol": Patched} | changes))
+    scenario = replace(draw(rng, exact), **changes)
     w = world(scenario, rng, trace, life)
     violation = None
     try:

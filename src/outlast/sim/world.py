@@ -62,7 +62,7 @@ class World:
         self.done = False
         self.history: dict[int, int] = {0: INITIAL}
         self.states: dict[str, int] = {}
-        self.attempts: dict[str, tuple[int, int, str, object]] = {}
+        self.attempts: dict[int, tuple[int, int, str, object]] = {}
         self.sums: dict[tuple[int, int], int] = {}
         self.finals: dict[int, int] = {}
         self.refused: list[str] = []
@@ -310,7 +310,7 @@ class World:
         """A commit was applied: the digest must be that of all others of this step, or in float sums attempt."""
         self.say(life, f"has committed step {life.step} in {action.key}, lineage {action.lineage[:6]}")
         mine = life.step, life.state, action.lineage, action.by
-        if self.attempts.setdefault(action.key, mine) != mine:
+        if self.attempts.setdefault(life.number, mine) != mine:
             self.fail("attempt", f"{life.name} commits another step {life.step} than others in {action.key}")
         if self.scenario.exact and self.history.setdefault(life.step, life.state) != life.state:
             self.fail("digest", f"{life.name} commits step {life.step} with another digest than others did")

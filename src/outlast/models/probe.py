@@ -1,31 +1,10 @@
-"""What must be equal among the groups of a run, and a probe of how a machine computes."""
-
-import hashlib
-from collections.abc import Mapping
-from typing import Any
+"""A probe of how a machine computes."""
 
 import torch
 import xxhash
 
 from outlast.config import Model
 from outlast.models import build, token_loss
-
-
-def fingerprint(trajectory: Mapping[str, Any], token: str, ranks: int, probe: str) -> dict[str, str]:
-    """Field by field, so that a refusal can name what differs.
-
-    Args:
-        trajectory: everything that decides which weights come out.
-        token: of the job; only its hash is told.
-        ranks: of a group.
-        probe: from `numerics_probe`.
-    """
-    return {
-        **{k: str(v) for k, v in trajectory.items()},
-        "job": hashlib.sha256(b"job " + token.encode()).hexdigest()[:16],
-        "ranks a group": str(ranks),
-        "numerics probe": probe,
-    }
 
 
 def numerics_probe(device: torch.device, bf16: bool) -> str:

@@ -1,8 +1,8 @@
-"""Healing: a group that is behind takes the whole training state out of a peer's memory.
+"""Moving a whole training state from the memory of one process to another's.
 
 The donor copies its state at a step boundary and serves the copy over HTTP: a manifest, and chunks named by
 number. Reader and donor prove to each other that they know the job's token without sending it. Nothing is
-unpickled; every chunk's hash is checked; the state is installed whole or not at all.
+unpickled; every chunk's hash is checked; the state arrives whole or not at all.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ CHUNK = 8 << 20
 _MAX_MANIFEST = 64 << 20
 
 
-class HealError(Exception):
+class TransferError(Exception):
     """The state couldn't be taken from this donor; nothing of it is in place."""
 
 
-class NotThereError(HealError):
+class NotThereError(TransferError):
     """The donor doesn't have this snapshot, or not yet."""
 
 
@@ -199,7 +199,7 @@ def fetch(
         deadline_s: longest time in all.
 
     Raises:
-        HealError: it isn't there, isn't whole, or isn't the donor's that knows the token.
+        TransferError: it isn't there, isn't whole, or isn't the donor's that knows the token.
     """
     end = time.monotonic() + deadline_s
     host, _, port = address.rpartition(":")
@@ -210,7 +210,7 @@ def fetch(
         finally:
             connection.close()
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as e:
-        raise HealError(f"{type(e).__name__}: {e}") from None
+        raise TransferError(f"{type(e).__name__}: {e}") from None
 
 
 def _fetch(
@@ -225,19 +225,19 @@ def _fetch(
     manifest = json.loads(raw)
     layout, hashes = manifest["tensors"], manifest["hashes"]
     if layout != _layout(state):
-        raise HealError("its tensors aren't this model's")
+        raise TransferError("its tensors aren't this model's")
     size = sum(t["bytes"] for t in layout)
     if len(hashes) != -(-size // CHUNK):
-        raise HealError("its manifest has another number of chunks than its size")
+        raise TransferError("its manifest has another number of chunks than its size")
     body = bytearray(size)
     view = memoryview(body)
     for i, expected in enumerate(hashes):
         if time.monotonic() > end:
-            raise HealError("it took too long")
+            raise TransferError("it took too long")
         part = view[i * CHUNK :][:CHUNK]
         chunk = _get(connection, token, f"{base}/{i}", len(part))
         if len(chunk) != len(part) or xxhash.xxh3_128_hexdigest(chunk) != expected:
-            raise HealError(f"chunk {i} isn't what its manifest says")
+            raise TransferError(f"chunk {i} isn't what its manifest says")
         part[:] = chunk
     tensors: dict[str, Tensor] = {}
     at = 0
@@ -267,11 +267,11 @@ def _get(connection: http.client.HTTPConnection, token: str, path: str, limit: i
     if response.status == 404:
         raise NotThereError("it has no such snapshot now")
     if response.status != 200:
-        raise HealError(f"it answered {response.status} {response.reason}")
+        raise TransferError(f"it answered {response.status} {response.reason}")
     if len(body) > limit:
-        raise HealError("it sent more than it should")
+        raise TransferError("it sent more than it should")
     if signed and not hmac.compare_digest(
         response.headers.get("X-Proof", "").encode(), _proof(token, nonce.encode(), body).encode()
     ):
-        raise HealError("it doesn't know the job's token")
+        raise TransferError("it doesn't know the job's token")
     return body
