@@ -4,7 +4,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from outlast import __version__
 from outlast.errors import EXIT_REFUSED, UserError
@@ -54,15 +53,15 @@ def _command(where: str) -> Callable[[list[str]], int]:
 
 def train_command(args: list[str]) -> int:
     """`outlast train [--config FILE] [--section.key=value …]`."""
+    from outlast import saves
     from outlast.config import load_config, new_run_dir, take_config_file, with_run_dir
 
     file, rest = take_config_file(args)
     config = load_config(file, rest, prog="outlast train")
     if not config.job.run_dir:
         config = with_run_dir(config, new_run_dir(file))
+    saves.make_run_dir(config.job.run_dir)
     print(f"run folder {config.job.run_dir}", flush=True)
-    if not (Path(config.job.run_dir) / "config.toml").exists():
-        Path(config.job.run_dir).mkdir(parents=True, exist_ok=True)
 
     from outlast.rank import new_life, run_rank
 

@@ -2,13 +2,15 @@
 
 import os
 import signal
+import sys
 import uuid
 from types import FrameType
 
 import torch
 
+from outlast import saves
 from outlast.config import Config
-from outlast.errors import EXIT_OK, EXIT_STOPPED, StorageError, UserError
+from outlast.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, StorageError, UserError
 from outlast.events import EventLog
 from outlast.trainer import Trainer
 
@@ -34,6 +36,10 @@ def run_rank(config: Config, life: str) -> int:
         config: checked, with `job.run_dir` set.
         life: from `new_life`.
     """
+    done = saves.done_marker(config.job.run_dir)
+    if done and done.get("step") == config.training.steps:
+        print(f"{config.job.run_dir} is finished (step {done['step']}): nothing to do", flush=True)
+        return EXIT_OK
     torch.set_num_threads(config.training.threads or len(os.sched_getaffinity(0)))
     group = config.fault_tolerance.replica_id if config.fault_tolerance.enable else 0
     events: EventLog | None = None
@@ -45,14 +51,15 @@ def run_rank(config: Config, life: str) -> int:
         trainer.train()
         code = EXIT_STOPPED if trainer.step < config.training.steps else EXIT_OK
         reason = "stopped as asked" if code else "finished"
-    except UserError as e:
-        code, reason = e.exit_code, str(e)
-        print(f"outlast: {e}", flush=True)
+    except (UserError, OSError) as e:
+        code = e.exit_code if isinstance(e, UserError) else EXIT_FAILED
+        reason = str(e)
+        print(f"outlast: {e}", file=sys.stderr, flush=True)
     if events is not None:
         try:
             events.emit("exit", code=code, step=trainer.step if trainer else 0, reason=reason)
         except StorageError as e:
-            print(f"outlast: {e}", flush=True)
+            print(f"outlast: {e}", file=sys.stderr, flush=True)
     return code
 
 

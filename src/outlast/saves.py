@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from outlast.errors import ConfigError
+
 FORMAT = 1
 
 
@@ -57,6 +59,26 @@ def file_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, hex."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def make_run_dir(run_dir: str | Path) -> None:
+    """Make the folder of a run, and see that something can be written there, before anything starts.
+
+    Raises:
+        ConfigError: it can't be made, or not written: no such place, no right, no space.
+    """
+    probe = Path(run_dir) / f".probe.{os.getpid()}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.write_bytes(bytes(_ROOM))
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as e:
+        raise ConfigError(f"run folder {run_dir} can't be written: {e.strerror}; free or choose another") from None
+
+
+_ROOM = 1 << 20  # bytes that must be free at the start: the first events
 
 
 @contextlib.contextmanager

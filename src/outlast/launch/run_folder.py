@@ -16,6 +16,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from outlast import saves
 from outlast.config import Config, load_config, new_run_dir, to_toml, trajectory_fields, with_run_dir
 from outlast.errors import ConfigError, StorageError
 
@@ -28,17 +29,15 @@ def make_run_dir(given: str, config_file: str | None) -> Path:
         config_file: gives a new one its name.
 
     Raises:
-        StorageError: it can't be made.
+        ConfigError: it can't be made or written.
     """
     path = Path(given or new_run_dir(config_file))
     for number in range(2, 1000):
         if given or not path.exists():
             break
         path = Path(f"{new_run_dir(config_file)}-{number}")  # another one of this very second
-    try:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise StorageError(f"run folder {path} can't be made: {e.strerror}; choose another with --run-dir") from None
+    saves.make_run_dir(path)
+    (path / "logs").mkdir(exist_ok=True)
     return path.absolute()
 
 

@@ -333,8 +333,10 @@ class Supervisor:
             return {"error": f"{count!r} groups can't be added to {present}: at most {MAX_GROUPS} in all"}
         numbers = self._fleet.add(count)
         self._hub.emit("join", groups=numbers)
-        self._hub.say("joined: " + ", ".join(f"g{n}" for n in numbers))
-        return {"groups": numbers}
+        spare = max(0, present + count - self.options.config.units())
+        spares = f"; {spare} more than work units a step: spares, idle until another group is lost" if spare else ""
+        self._hub.say("joined: " + ", ".join(f"g{n}" for n in numbers) + spares)
+        return {"groups": numbers, "spare": spare}
 
 
 # Commands ------------------------------------------------------------------------------------------
@@ -384,5 +386,6 @@ def join_command(args: Sequence[str]) -> int:
     if "error" in answer:
         raise ConfigError(f"the launch in {path} refused: {answer['error']}")
     names = [f"g{n}" for n in answer["groups"]]
-    print(f"outlast join: added {', '.join(names)}; see {path / 'logs' / names[0]}.log")
+    spare = f"; {n} of the groups are spares: there are no work units for them" if (n := answer["spare"]) else ""
+    print(f"outlast join: added {', '.join(names)}{spare}; see {path / 'logs' / names[0]}.log")
     return EXIT_OK

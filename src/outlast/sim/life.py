@@ -150,6 +150,7 @@ class Life:
             self.next_action = self.protocol.failed("an exception inside a unit")
             return True
         self.sums.add(self.state, self.step + 1, unit)
+        w.seen["unit"] += 1
         self.protocol.unit_added(unit)
         return False
 
