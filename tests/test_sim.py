@@ -10,7 +10,9 @@ import pytest
 
 from outlast.ft import protocol
 from outlast.ft.protocol import Action, Answer, Heal, Member, Participant, Protocol
-from outlast.sim.life import Life, Waits
+from outlast.sim.edge import Waits
+from outlast.sim.faults import crash
+from outlast.sim.life import Life
 from outlast.sim.lighthouse import Lighthouse, Waiter, quorum_members
 from outlast.sim.model import INITIAL, Ledger, Piece, Snapshot, is_bad, mix, whole_sum
 from outlast.sim.plane import Failed
@@ -199,6 +201,26 @@ def test_the_protocol_keeps_its_promises_for_long(first: int, exact: bool) -> No
     for i, world in enumerate(WORLDS):
         found = first_violation(range(first + 170 * i, first + 170 * (i + 1)), exact=exact, **WORLDS[world])
         assert found is None, f"{world}, seed {found.seed}: {found.violation}"
+
+
+class TwoOfThreeDie(World):
+    """The third has a long step in hand."""
+
+    def kill_two(self) -> None:
+        for life in self.alive[:2]:
+            crash(self, life)
+
+    def run(self) -> None:
+        self.after(170.0, self.kill_two)
+        super().run()
+
+
+@pytest.mark.xfail(strict=True, reason="after join_timeout fresh groups are a quorum of their own, and give up in 22 s")
+def test_fresh_groups_wait_for_one_that_is_busy_with_the_only_state() -> None:
+    even = {"groups": 3, "min_groups": 1, "units": 6, "steps": 3, "speed": (1.0,) * 3, "unit_s": 60.0}
+    result = simulate(0, world=TwoOfThreeDie, shared_folder=True, save_every=0, **even, **WORLDS["calm"])
+    assert result.violation is None and result.commits > 3
+    assert not result.seen["hasty refusal"]
 
 
 def test_a_calm_run_is_as_fast_as_its_units_and_wastes_nothing() -> None:

@@ -25,8 +25,11 @@ RANGE_BITS = 10
 flags its unit, and the update is skipped."""
 LOSS_BITS = 24
 """Fixed-point bits of the loss: the sum of 4M tokens' losses is kept to 6e-8 nats."""
-_PIECE = {"cpu": 1 << 18}  # elements handled at a time: stays in cache
-_PIECE_ELSEWHERE = 1 << 24
+PIECE_BYTES = 1 << 23
+"""Exchanged at a time: each piece costs its wake-ups, and a few are enough to overlap."""
+IN_FLIGHT = 2
+_CHUNK = {"cpu": 1 << 17}  # elements converted at a time: stays in cache
+_CHUNK_ELSEWHERE = 1 << 24
 
 
 class NotWholeError(Exception):
@@ -71,7 +74,7 @@ class Sums:
         self.scale = 2.0 ** -math.ceil(math.log2(unit_tokens))
         """What a unit's summed loss is multiplied by before its backward: a power of two, so exact."""
         self.device = self.params[0].device
-        self.piece = _PIECE.get(self.device.type, _PIECE_ELSEWHERE)
+        self.piece = PIECE_BYTES // self.dtype.itemsize
         self.size = sum(p.numel() for p in self.params)
         self._flat = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         self._grad = torch.zeros(self.size, dtype=torch.float32, device=self.device)
@@ -144,8 +147,7 @@ class Sums:
             if exchange:
                 self._settle_pieces(exchange, factor, digest)
             else:
-                for lo, hi in self._pieces():
-                    self._finish(self._flat[lo:hi], self._grad[lo:hi], factor)
+                self._finish(self._flat, self._grad, factor)
             for p, g in zip(self.params, self._views, strict=True):
                 p.grad = g
         loss = loss_fixed / 2.0**LOSS_BITS / max(tokens, 1)
@@ -177,7 +179,7 @@ class Sums:
             buffer[:n].copy_(self._flat[lo:hi])
             buffer[n:].copy_(counts)
             flying.append((buffer, exchange(buffer), lo, hi))
-            if len(flying) == 2:
+            if len(flying) == IN_FLIGHT:
                 land()
         while flying:
             land()
@@ -215,17 +217,17 @@ class ExactSums(Sums):
     def __init__(self, params: Sequence[Tensor], units: int, unit_tokens: int) -> None:
         super().__init__(params, units, unit_tokens)
         self.bits = 62 - math.ceil(math.log2(units)) - RANGE_BITS
-        n = min(self.piece, self.size)
-        self._float = torch.empty(n, dtype=torch.float32, device=self.device)
-        self._int = torch.empty(n, dtype=torch.int64, device=self.device)
-        self._double = torch.empty(n, dtype=torch.float64, device=self.device)
+        self.chunk = min(_CHUNK.get(self.device.type, _CHUNK_ELSEWHERE), self.size)
+        self._float = torch.empty(self.chunk, dtype=torch.float32, device=self.device)
+        self._int = torch.empty(self.chunk, dtype=torch.int64, device=self.device)
+        self._double = torch.empty(self.chunk, dtype=torch.float64, device=self.device)
 
     def _in_range(self, grads: Sequence[Tensor]) -> bool:
         peaks = torch.stack([torch.stack(g.aminmax()).float() for g in grads])  # NaN survives
         return bool(peaks.abs().amax() <= 2.0**RANGE_BITS)
 
     def _add(self, into: Tensor, grad: Tensor, first: bool) -> None:
-        for to, g in zip(into.split(self.piece), grad.split(self.piece), strict=True):
+        for to, g in zip(into.split(self.chunk), grad.split(self.chunk), strict=True):
             scaled = self._float[: g.numel()]
             torch.mul(g, 2.0**self.bits, out=scaled).round_()
             if first:
@@ -234,8 +236,9 @@ class ExactSums(Sums):
                 to.add_(self._int[: g.numel()].copy_(scaled))
 
     def _finish(self, total: Tensor, grad: Tensor, factor: float) -> None:
-        wide = self._double[: total.numel()]
-        grad.copy_(wide.copy_(total).mul_(factor * 2.0**-self.bits))
+        for t, g in zip(total.split(self.chunk), grad.split(self.chunk), strict=True):
+            wide = self._double[: t.numel()]
+            g.copy_(wide.copy_(t).mul_(factor * 2.0**-self.bits))
 
 
 class FloatSums(Sums):

@@ -262,9 +262,8 @@ def _flat_fields(cls: type) -> dict[str, Any]:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, 0.5)
-    if not near:  # a right key in a wrong or missing section
-        near = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]][:1]
+    same = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]  # a right key in a wrong section
+    near = difflib.get_close_matches(name, same, 1, 0) or difflib.get_close_matches(name, known, 1, 0.5)
     return f"; did you mean {near[0]}?" if near else "; `outlast train --help` lists all"
 
 

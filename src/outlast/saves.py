@@ -85,6 +85,7 @@ _ROOM = 1 << 20  # bytes that must be free at the start: the first events
 def whole_folder(final: Path) -> Iterator[Path]:
     """A temporary folder that becomes `final` in one rename, synced, if the body doesn't raise."""
     temporary = final.with_name(f".{final.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)  # an earlier life had this process id: in a container all do
     temporary.mkdir(parents=True)
     try:
         yield temporary

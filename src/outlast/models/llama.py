@@ -47,7 +47,7 @@ class LlamaArgs:
 
 
 FLAVORS: dict[str, LlamaArgs] = {
-    "demo": LlamaArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=320),
+    "demo": LlamaArgs(dim=192, n_layers=2, n_heads=6, n_kv_heads=6, ffn_dim=512, vocab_size=320),
     "debug": LlamaArgs(dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, vocab_size=2048),
     "100M": LlamaArgs(768, n_layers=12, n_heads=12, n_kv_heads=4, ffn_dim=2048, vocab_size=32768, tie_embeddings=True),
     "1B": LlamaArgs(
@@ -235,14 +235,18 @@ class Llama(nn.Module):
             x = layer(x, table)
         return self.output(self.norm(x))
 
-    @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device | str = "cpu") -> None:
-        """Put the model on a device, with the seed's initial weights (see `initial`)."""
-        self.to_empty(device=device)
-        self._tie()  # to_empty gave each module its own
+        """Put the model on a device, with the seed's initial weights (see `initial`).
+
+        Makes new parameters: call it before an optimizer takes hold of them. (Not `to_empty` and a copy: on meta
+        tensors that imports 500 modules.)
+        """
+        for name, p in list(self.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            value = initial(name, p.shape, seed, self.args).to(device)
+            setattr(self.get_submodule(owner), leaf, nn.Parameter(value))
+        self._tie()
         self.rope = rope_table(self.args).to(device)
-        for name, p in self.named_parameters():
-            p.copy_(initial(name, p.shape, seed, self.args))
 
 
 # --- Weights and sizes -----------------------------------------------------------------------------

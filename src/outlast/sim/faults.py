@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from outlast.sim.plane import Failed
 
 if TYPE_CHECKING:
-    from outlast.sim.life import Life
+    from outlast.sim.edge import Edge
     from outlast.sim.world import World
 
 
-def strike(world: "World", victim: "Life | None") -> None:
+def strike(world: "World", victim: "Edge | None") -> None:
     """One fault, drawn by its weight, on this life or on whoever is drawn."""
     rng, faults = world.rng, world.scenario.faults
     kind = rng.choices(list(faults), list(faults.values()))[0]
@@ -48,7 +48,7 @@ def strike(world: "World", victim: "Life | None") -> None:
             raise ValueError(f"no fault {kind!r}")
 
 
-def crash(world: "World", life: "Life") -> None:
+def crash(world: "World", life: "Edge") -> None:
     """A life ends without a word."""
     world.say(life, "CRASHES")
     world.bury(life)
@@ -56,7 +56,7 @@ def crash(world: "World", life: "Life") -> None:
     world.launch_after(world.between(5.0, 20.0) if long else world.between(0.1, 3.0), life.group)
 
 
-def freeze(world: "World", life: "Life", seconds: float, beats_s: float | None = None) -> None:
+def freeze(world: "World", life: "Edge", seconds: float, beats_s: float | None = None) -> None:
     """It stands still; with `beats_s` its heartbeat and its server go on, the heartbeat for that long.
 
     A process that was stopped finds its timers run out and its messages come, in either order.
@@ -68,7 +68,7 @@ def freeze(world: "World", life: "Life", seconds: float, beats_s: float | None =
     world.after(seconds, _thaw, world, life)
 
 
-def _thaw(world: "World", life: "Life") -> None:
+def _thaw(world: "World", life: "Edge") -> None:
     if life.dead or life.frozen_until > world.now:
         return
     life.beat_from = world.now + world.rng.random() * world.times.beat
@@ -77,7 +77,7 @@ def _thaw(world: "World", life: "Life") -> None:
         world.resume(life, world.rng.choice(life.inbox))
 
 
-def cut(world: "World", one: "Life", other: "Life | None", seconds: float) -> None:
+def cut(world: "World", one: "Edge", other: "Edge | None", seconds: float) -> None:
     """Two can't reach each other for a time; None is the lighthouse."""
     if one is other:
         return

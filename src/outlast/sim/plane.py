@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.sim.life import Life
+    from outlast.sim.edge import Edge
     from outlast.sim.world import World
 
 _AGAIN_S = 0.25  # the network tries again this often while two members can't reach each other
@@ -21,7 +21,7 @@ class Failed:
 class Slot:
     """One member's entry in a store: who, which of its waits, under which quorum."""
 
-    life: "Life"
+    life: "Edge"
     ticket: int
     number: int
     gone: bool = False
@@ -76,14 +76,14 @@ class Round:
 class Plane:
     """A process group that stands. `lives` in order of rank."""
 
-    def __init__(self, world: "World", lives: "list[Life]") -> None:
+    def __init__(self, world: "World", lives: "list[Edge]") -> None:
         self.world = world
         self.lives = lives
         self.left: set[int] = set()
         self.rounds: dict[int, Round] = {}
         self.at: dict[int, int] = {}
 
-    def exchange(self, life: "Life", ticket: int, part: Any) -> None:
+    def exchange(self, life: "Edge", ticket: int, part: Any) -> None:
         """Put a part into the next collective; the reply is the list of all parts, by rank, or `Failed`."""
         number = self.at[life.uid] = self.at.get(life.uid, -1) + 1
         r = self.rounds.setdefault(number, Round())
@@ -112,11 +112,11 @@ class Plane:
         if 0 < len(lucky) < len(there) and self.world.unlucky(0.5):  # a fault now, on who commits alone, matters most
             self.world.after(self.world.between(0.0, 0.05), self.world.strike, self.world.rng.choice(lucky))
 
-    def _deliver(self, life: "Life", ticket: int, parts: list[Any]) -> None:
+    def _deliver(self, life: "Edge", ticket: int, parts: list[Any]) -> None:
         broken = bool(self.left) and self.world.rng.random() < 0.3
         self.world.send(life, ticket, Failed("broken at the end") if broken else parts, delay=0.0)
 
-    def leave(self, life: "Life") -> None:
+    def leave(self, life: "Edge") -> None:
         """A member is gone: those that wait for its part hear of it, those that have its part may yet succeed."""
         if life.uid in self.left:
             return
@@ -134,7 +134,7 @@ class Plane:
             else:
                 self._complete(r)
 
-    def _tell_gone(self, r: Round, life: "Life") -> None:
+    def _tell_gone(self, r: Round, life: "Edge") -> None:
         gone = [o for o in self.lives if o.uid in self.left and o.uid not in r.parts]
         if any(not self.world.is_cut(life, o) for o in gone):
             self.world.send(life, r.waiting[life.uid], Failed(f"{gone[0].name} is gone"))

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 from outlast.ft.protocol import Commit, Connect, Participant
+from outlast.sim.edge import TIMEOUT, Edge, LifeEnds
 from outlast.sim.faults import strike
-from outlast.sim.life import TIMEOUT, Life, LifeEnds
+from outlast.sim.life import Life
 from outlast.sim.lighthouse import Lighthouse, Quorum, Waiter
 from outlast.sim.model import INITIAL, Snapshot, whole_sum
 from outlast.sim.plane import Failed, Meeting
@@ -46,8 +47,8 @@ class World:
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.serial = 0
-        self.lives: list[Life] = []
-        self.alive: list[Life] = []
+        self.lives: list[Edge] = []
+        self.alive: list[Edge] = []
         self.launching = [0] * scenario.groups
         self.lighthouse = Lighthouse(scenario.min_groups, self.times.join)
         self.ticking = False
@@ -95,11 +96,11 @@ class World:
         """Whether something of this probability goes wrong; nothing does when the faults are over."""
         return p > 0 and self.rough and self.rng.random() < p
 
-    def send(self, life: Life, ticket: int, value: Any, delay: float | None = None) -> None:
+    def send(self, life: Edge, ticket: int, value: Any, delay: float | None = None) -> None:
         """Send to a wait of a life; lost if that is over when it comes."""
         self.after(self.delay() if delay is None else delay, self._deliver, life, ticket, value)
 
-    def _deliver(self, life: Life, ticket: int, value: Any) -> None:
+    def _deliver(self, life: Edge, ticket: int, value: Any) -> None:
         if life.dead or ticket != life.ticket:
             return
         if life.frozen_until > self.now:
@@ -107,7 +108,7 @@ class World:
             return
         self.resume(life, value)
 
-    def resume(self, life: Life, value: Any) -> None:
+    def resume(self, life: Edge, value: Any) -> None:
         """Let a life go on with what its wait got."""
         life.ticket += 1
         life.inbox.clear()
@@ -163,18 +164,23 @@ class World:
         """A name never used before."""
         return f"g{group}:{uid}"
 
-    def _ended(self, life: Life, how: str, why: str = "") -> None:
+    def _ended(self, life: Edge, how: str, why: str = "") -> None:
         self.say(life, f"ends: {how} {why}")
         self.bury(life)
         if how == "again" or how == "stopped":
             self.launch_after(self.between(0.1, 2.0), life.group)
         elif how == "refused":
+            if self.saved or any(o.step > 0 for o in self.alive):  # too hasty; someone will bring it back
+                self.seen["hasty refusal"] += 1
+                return self.launch_after(5.0, life.group)
             self.refused.append(why)
-            holders = [o.name for o in self.alive if o.ready and o.step > 0]
-            if holders or self.saved is not None:
-                self.fail("refused", f"{life.name}: {why}; but {holders or 'a save'} holds them")
+            groups = {o.group for o in self.alive} | {g for g, n in enumerate(self.launching) if n}
+            if len(groups) < self.scenario.min_groups:  # whoever launched them sees that this can't become a run
+                for other in list(self.alive):
+                    self.bury(other)
+        return None
 
-    def bury(self, life: Life) -> None:
+    def bury(self, life: Edge) -> None:
         """A life is over; its peers and the lighthouse may hear of it."""
         self.last_beat(life, self.now)
         life.dead = True
@@ -188,7 +194,7 @@ class World:
 
     # Lighthouse ------------------------------------------------------------------------------------
 
-    def beats(self, life: Life) -> bool:
+    def beats(self, life: Edge) -> bool:
         """Whether the lighthouse hears a life now."""
         return (
             life.ready
@@ -199,12 +205,12 @@ class World:
             and not self.is_cut(life, None)
         )
 
-    def last_beat(self, life: Life, at: float) -> None:
+    def last_beat(self, life: Edge, at: float) -> None:
         """It falls silent; this is the last that is heard of it."""
         if self.beats(life) or self.lighthouse.heard.get(life.name, 0.0) > at:
             self.lighthouse.heard[life.name] = at
 
-    def ask_lighthouse(self, life: Life, ticket: int, request: Participant) -> None:
+    def ask_lighthouse(self, life: Edge, ticket: int, request: Participant) -> None:
         """Send a quorum call."""
         if not self.lighthouse.up:
             return self.send(life, ticket, Failed("connection refused"))
@@ -219,7 +225,7 @@ class World:
         self.after(self.delay(), self._asked, self.lighthouse.life, waiter)
         return None
 
-    def _lose(self, life: Life, ticket: int) -> None:
+    def _lose(self, life: Edge, ticket: int) -> None:
         """A message is lost: the caller hears of a broken connection, or nothing until its timeout."""
         if self.rng.random() < 0.5:
             self.send(life, ticket, Failed("connection reset"))
@@ -245,7 +251,7 @@ class World:
         self.ticking = False
         self._tick()
 
-    def _reply(self, life: Life, ticket: int, answer: Quorum) -> None:
+    def _reply(self, life: Edge, ticket: int, answer: Quorum) -> None:
         if self.is_cut(life, None) or self.unlucky(self.scenario.loss_p):
             if self.rng.random() < self.scenario.late_p:
                 life.late = answer
@@ -254,31 +260,31 @@ class World:
 
     # Network ---------------------------------------------------------------------------------------
 
-    def is_cut(self, one: Life, other: Life | None) -> bool:
+    def is_cut(self, one: Edge, other: Edge | None) -> bool:
         """Whether two can't reach each other now; None is the lighthouse."""
         return bool(self.cuts) and self.now < self._cut_until(one, other)
 
-    def _cut_until(self, one: Life, other: Life | None) -> float:
+    def _cut_until(self, one: Edge, other: Edge | None) -> float:
         a, b = one.uid, -1 if other is None else other.uid
         return self.cuts.get((a, b) if a < b else (b, a), 0.0)
 
-    def any_cut(self, lives: list[Life]) -> bool:
+    def any_cut(self, lives: list[Edge]) -> bool:
         """Whether any two of these can't reach each other now."""
         return bool(self.cuts) and any(self.is_cut(a, b) for i, a in enumerate(lives) for b in lives[:i])
 
-    def silence(self, reader: Life, donor: Life) -> float:
+    def silence(self, reader: Edge, donor: Edge) -> float:
         """Seconds until a donor can be heard again."""
         frozen = 0.0 if donor.stalled or donor.dead else donor.frozen_until - self.now
         return max(0.0, frozen, self._cut_until(reader, donor) - self.now)
 
-    def meeting(self, life: Life, action: Connect) -> Meeting | None:
+    def meeting(self, life: Edge, action: Connect) -> Meeting | None:
         """The entries under a prefix of a store, None if the store can't be reached."""
         owner = self.by_address(action.store)
         if owner.dead or self.is_cut(life, owner):
             return None
         return self.meetings.setdefault((action.store, action.key), Meeting(self))
 
-    def by_address(self, address: str) -> Life:
+    def by_address(self, address: str) -> Edge:
         """Who serves there."""
         return self.lives[int(address)]
 
@@ -288,13 +294,13 @@ class World:
         """A promise is broken."""
         raise Violation(kind, message)
 
-    def training(self, life: Life) -> None:
+    def training(self, life: Edge) -> None:
         """A life is about to compute: its state must be a whole one, and the one that its lineage names."""
         p = life.protocol
         if (p.step, self.states.setdefault(p.window[p.step], life.state)) != (life.step, life.state):
             self.fail("state", f"{life.name} computes step {life.step + 1} on a state that isn't its lineage's")
 
-    def committing(self, life: Life, action: Commit, total: int, skipped: bool) -> None:
+    def committing(self, life: Edge, action: Commit, total: int, skipped: bool) -> None:
         """A commit's event: the sum must be each unit's gradient, once, on this very state."""
         self.commits += 1
         key = life.state, life.step + 1
@@ -306,7 +312,7 @@ class World:
             self.fail("plan", f"{life.name} commits step {life.step + 1}, planned as {action.by}")
         self.committed = max(self.committed, life.step + 1)
 
-    def has_committed(self, life: Life, action: Commit) -> None:
+    def has_committed(self, life: Edge, action: Commit) -> None:
         """A commit was applied: the digest must be that of all others of this step, or in float sums attempt."""
         self.say(life, f"has committed step {life.step} in {action.key}, lineage {action.lineage[:6]}")
         mine = life.step, life.state, action.lineage, action.by
@@ -317,30 +323,30 @@ class World:
         if self.states.setdefault(action.lineage, life.state) != life.state:
             self.fail("lineage", f"{life.name} has another state at step {life.step} under the same lineage")
 
-    def keep(self, life: Life, snapshot: Snapshot) -> None:
+    def keep(self, life: Edge, snapshot: Snapshot) -> None:
         """A save is there."""
         self.say(life, f"has saved step {snapshot.step}")
         if self.saved is None or self.saved.step <= snapshot.step:
             self.saved = snapshot
 
-    def finished(self, life: Life) -> None:
+    def finished(self, life: Edge) -> None:
         """It and all live groups are at the last step, equal."""
         if self.finals.setdefault(life.number, life.state) != life.state:
             self.fail("final", f"{life.name} finishes with another digest than others")
 
-    def mark_done(self, life: Life) -> None:
+    def mark_done(self, life: Edge) -> None:
         """The marker of a run that made its last step."""
         self.say(life, "marks the run as done")
         if self.scenario.exact and life.state != self.history[life.step]:
             self.fail("final", f"{life.name} ends with another digest than was committed")
         self.done = True
 
-    def say(self, life: Life | None, text: str) -> None:
+    def say(self, life: Edge | None, text: str) -> None:
         """A line of the trace."""
         if self.trace is not None:
             self.trace.append(f"{self.now:9.4f} {life.name if life else '-':>6} {text}")
 
-    def strike(self, victim: Life | None = None) -> None:
+    def strike(self, victim: Edge | None = None) -> None:
         """The next fault, if any are left, on this life or on whoever is drawn."""
         if self.faults_left and self.rough:
             self.faults_left -= 1

@@ -1,0 +1,146 @@
+"""Compare outlast's step with torchtitan's and with plain processes, alternately in one run, on CPU.
+
+    python bench/compare.py --peer-python titan-venv/bin/python [--peer ../shared/peer-bench] [--rounds 7]
+
+Every ratio is of two runs of the same round, taken one after the other; given are the median over the rounds and the
+smallest and largest of them. The plain trainers meet --rounds times, the fault-tolerant ones --ft-rounds times: there,
+2 groups stand against 2 plain processes at the same time on as many units. A run is repeated, up to --tries times, if
+other processes took more than --others of the machine's CPU time; the quietest counts. Prints one JSON line; what is
+going on goes to stderr.
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from step import OthersMeter, Work, run
+
+ROOT = Path(__file__).resolve().parents[1]
+BATCHES = (2, 8)
+STEPS = {2: 18, 8: 8}
+"""Steps of a run by batch. Long enough for a median, short enough for the whole to end in ten minutes."""
+WARMUP = 3
+
+
+class Bench:
+    """Runs both trainers, and keeps the median step of each run.
+
+    Args:
+        folder: for corpus and runs.
+        peer: folder of the peer's bench.py; None: leave the peer out.
+        python: the peer's.
+        others: share of the machine that others may take.
+        tries: how often a run may be repeated for that.
+    """
+
+    def __init__(self, folder: Path, peer: Path | None, python: str, others: float, tries: int) -> None:
+        self.folder, self.peer, self.python = folder, peer, python
+        self.others, self.tries = others, tries
+        self.medians: dict[str, list[float]] = {}
+        self.disturbed: list[float] = []
+
+    def time(self, name: str, work: Work, peer: bool = False) -> None:
+        """Take one measurement under a name. The peer's is left out where there is no peer."""
+        if peer and self.peer is None:
+            return
+        results = []
+        for _ in range(self.tries):
+            result = self._run_peer(work) if peer else run(work, self.folder)
+            if any(result["rc"]) or "median_s" not in result:
+                raise SystemExit(f"bench/compare.py: {name} failed: {json.dumps(result)}")
+            print(f"{name}: {result['median_s']:.4f} s, others {result['others']:.0%}", file=sys.stderr, flush=True)
+            results.append(result)
+            if result["others"] <= self.others:
+                break
+        best = min(results, key=lambda r: r["others"])
+        self.medians.setdefault(name, []).append(best["median_s"])
+        self.disturbed.append(best["others"])
+
+    def _run_peer(self, work: Work) -> dict[str, Any]:
+        assert self.peer
+        out = self.folder / "peer"
+        values = {"mode": work.mode, "groups": work.groups, "ranks": 1, "out": out}
+        values |= {k: getattr(work, k) for k in ("dim", "layers", "heads", "vocab", "seq", "batch", "steps", "warmup")}
+        values |= {k: getattr(work, k) for k in ("dtype", "threads", "limit")}
+        meter = OthersMeter()
+        done = subprocess.run(
+            [self.python, str(self.peer / "bench.py"), *(f"--{k}={v}" for k, v in values.items())],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if done.returncode:
+            raise SystemExit(f"bench/compare.py: {self.peer / 'bench.py'} ended with {done.returncode}")
+        return json.loads(done.stdout) | {"others": meter.share()}
+
+    def ratio(self, ours: str, theirs: str) -> dict[str, Any] | None:
+        """Ours over theirs, round by round."""
+        if theirs not in self.medians:
+            return None
+        pairs = [a / b for a, b in zip(self.medians[ours], self.medians[theirs], strict=True)]
+        return {
+            "ratio": round(statistics.median(pairs), 3),
+            "spread": [round(min(pairs), 3), round(max(pairs), 3)],
+            "s": [round(statistics.median(self.medians[name]), 4) for name in (ours, theirs)],
+        }
+
+
+def find_peer(folder: Path, python: str) -> Path | None:
+    """The peer's folder; None, and a word on stderr, if it can't be run."""
+    for what, path in (("--peer", folder / "bench.py"), ("--peer-python", Path(python))):
+        if not path.exists():
+            print(f"bench/compare.py: torchtitan is left out: {what}: no {path}", file=sys.stderr)
+            return None
+    return folder
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, default=ROOT.parent / "shared" / "peer-bench", help="folder of bench.py")
+    parser.add_argument("--peer-python", default="/tmp/titan/venv/bin/python", help="with torchtitan and torchft")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ft-rounds", type=int, default=3)
+    parser.add_argument("--others", type=float, default=0.05)
+    parser.add_argument("--tries", type=int, default=1)
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="outlast_compare_"))
+    peer = find_peer(given.peer, given.peer_python)
+    bench = Bench(folder, peer, given.peer_python, given.others, given.tries)
+
+    for _ in range(given.rounds):
+        work = Work(steps=STEPS[2], warmup=WARMUP)
+        bench.time("plain", work)
+        bench.time("titan plain", work, peer=True)
+    for _ in range(given.ft_rounds):
+        for batch in BATCHES:
+            work = Work(batch=batch, steps=STEPS[batch], warmup=WARMUP, processes=2)
+            for kind in ("float", "exact"):
+                work = dataclasses.replace(work, accumulation=kind)
+                bench.time(f"2 plain {kind} {batch}", work)
+                bench.time(f"ft {kind} {batch}", dataclasses.replace(work, mode="ft"))
+            bench.time(f"titan ft {batch}", dataclasses.replace(work, mode="ft"), peer=True)
+    shutil.rmtree(folder)
+
+    result: dict[str, Any] = {"plain / titan plain, batch 2": bench.ratio("plain", "titan plain")}
+    for batch in BATCHES:
+        for ours, theirs in (
+            ("ft float", "2 plain float"),
+            ("ft exact", "2 plain exact"),
+            ("ft exact", "2 plain float"),
+            ("ft float", "titan ft"),
+            ("ft exact", "titan ft"),
+        ):
+            result[f"{ours} / {theirs}, batch {batch}"] = bench.ratio(f"{ours} {batch}", f"{theirs} {batch}")
+    result |= {"rounds": given.rounds, "ft_rounds": given.ft_rounds, "others_most": max(bench.disturbed)}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

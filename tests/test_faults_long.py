@@ -1,0 +1,166 @@
+"""The long loops of the fault tests: many seeds, many kills at any moment, long outages, a full disk.
+
+As in `test_faults.py` every run is compared bit for bit with an undisturbed plain process.
+"""
+
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outlast.audit import Audit
+from runs import STEPS, UNITS, Launch, end_all, eventually, groups_of, name_of, reference, tiny_disk
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    """No process of a test outlives it."""
+    yield
+    end_all()
+
+
+# Lighthouse (C2) -----------------------------------------------------------------------------------
+
+
+def test_ten_lighthouses_die_at_random(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    run = Launch(tmp_path / "run", 3, training__unit_pause_ms=60)
+    run.wait_step(1)
+    for _ in range(10):
+        time.sleep(rng.uniform(0.0, 0.6))
+        os.kill(run.lighthouse_pid(), signal.SIGKILL)
+        run.wait_step(run.step() + 1)
+    verdict = run.same_bits()
+    assert not [e for e in run.events("died") if e["code"]] and verdict.lives == 3, "the same three processes"
+    assert verdict.redone_units == 0
+    assert len(run.events("lighthouse")) == 21
+
+
+@pytest.mark.parametrize("outage_s", [15])
+def test_lighthouse_away_for_long(tmp_path: Path, outage_s: float) -> None:
+    run = Launch(tmp_path / "run", 3, training__unit_pause_ms=30)
+    run.wait_step(10)
+    os.kill(run.pid, signal.SIGSTOP)  # so that nobody starts it again
+    os.kill(run.lighthouse_pid(), signal.SIGKILL)
+    time.sleep(outage_s)
+    before = run.step()
+    os.kill(run.pid, signal.SIGCONT)
+    verdict = run.same_bits()
+    assert before < STEPS and verdict.lives == 3 and not [e for e in run.events("died") if e["code"]]
+    assert verdict.redone_units == 0
+
+
+# Many kills ----------------------------------------------------------------------------------------
+
+
+def test_twenty_seeds_of_chaos_one_digest(tmp_path: Path) -> None:
+    digests: set[str | None] = {reference().final_digest}
+    for seed in range(20):
+        chaos = f"kill every {1.3 + seed % 5 / 10}s; kill at step 25; kill lighthouse at step {10 + seed}"
+        run = Launch(tmp_path / f"seed{seed}", 3, chaos, chaos_seed=seed, training__unit_pause_ms=40)
+        digests.add(run.same_bits().final_digest)
+        assert sum(e["action"] == "kill" and e["target"] != "lighthouse" for e in run.events("chaos")) >= 2
+        end_all()
+    assert len(digests) == 1
+
+
+BIG = {"model__dim": 256, "model__n_layers": 4, "model__n_heads": 4, "model__ffn_dim": 768, "training__steps": 40}
+"""3.3M parameters: exchanges and heals take a good part of the time, so kills land in them."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_in_the_middle_of_exchanges_and_heals(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    reference(**BIG)
+    run = Launch(tmp_path / "run", 3, checkpoint__interval=10, **BIG)
+    run.wait_step(1)
+    kills = 0
+    while kills < 12 and run.step() < BIG["training__steps"] - 8:
+        group, how = rng.randrange(3), rng.random()
+        since = run.events()[-1]["t"]
+        pid = run.kill(group)
+        kills += 1
+        eventually(lambda group=group, pid=pid: run.pid_of(group) != pid, f"g{group} is back")
+        if how < 0.3:  # the newcomer, somewhere between its start and the end of its heal
+            time.sleep(rng.uniform(0.0, 0.6))
+            run.kill(group)
+        elif how < 0.7:  # its donor, while it serves or before
+            eventually(lambda since=since: run.events("snapshot")[-1:][0]["t"] > since, "a donor")
+            time.sleep(rng.uniform(0.0, 0.15))
+            run.kill(run.events("snapshot")[-1]["group"])
+        run.wait_step(run.step() + rng.randrange(1, 3))
+        time.sleep(rng.uniform(0.0, 0.4))
+    run.same_bits(**BIG)
+    assert kills >= 5 and run.events("retry")
+
+
+def test_pauses_at_any_moment(tmp_path: Path) -> None:
+    chaos = "stop every 1700ms for 1200ms; stop 2 every 4100ms for 900ms; stop every 3s for 3s; kill at step 30"
+    timing = {"training__unit_pause_ms": 60, "fault_tolerance__process_group_timeout_ms": 1000}
+    run = Launch(tmp_path / "run", 3, chaos, chaos_seed=5, **timing)
+    run.same_bits()
+    assert sum(e["action"] == "stop" for e in run.events("chaos")) >= 5
+
+
+def test_launch_is_killed_again_and_again(tmp_path: Path) -> None:
+    at = 0
+    for groups in (2, 3, 1):
+        run = Launch(tmp_path / "run", groups, training__unit_pause_ms=20, checkpoint__interval=1)
+        run.wait_step(at + 8)
+        run.popen.kill()
+        run.popen.wait()
+        eventually(lambda run=run: not run.left(), "no process of the run is left", 10.0)
+        at = run.step()
+    Launch(tmp_path / "run", 3).same_bits()
+
+
+def test_ranks_asked_to_stop_lose_no_unit(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    run = Launch(tmp_path / "run", 3, training__unit_pause_ms=40)
+    for _ in range(6):
+        run.wait_step(run.step() + 3)
+        time.sleep(rng.uniform(0.0, 0.2))
+        alive = sorted({e["group"] for e in run.events("spawn")} - {e["group"] for e in run.events("exit")})
+        run.kill(alive[0], signal.SIGTERM)
+        run.join()
+        eventually(lambda g=alive[0]: [e for e in run.events("exit") if e["group"] == g], f"g{alive[0]} leaves")
+    verdict = run.same_bits()
+    assert verdict.redone_units == 0
+    assert sorted(e["code"] for e in run.events("exit")) == [0] * 3 + [143] * 6
+
+
+# A full disk ---------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fills_up_and_is_freed(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "disk", "16m") as disk:
+        run = Launch(disk / "run", 3, training__unit_pause_ms=40, checkpoint__interval=5, checkpoint__keep_latest_k=2)
+        run.wait_step(12)
+        ballast = disk / "ballast"
+        try:
+            with ballast.open("wb", buffering=0) as f:
+                while True:
+                    f.write(bytes(4096))
+        except OSError:
+            pass
+        eventually(lambda: "events can't be written to" in run.output(), "someone sees it")
+        time.sleep(1.0)
+        ballast.unlink()
+        verdict = run.same_bits()
+        assert verdict.lives > 3
+        end_all()
+
+
+# What a death costs --------------------------------------------------------------------------------
+
+
+def deaths(run: Launch, count: int, seed: int = 0) -> Audit:
+    """Kill one of three groups so many times, at any moment, the first active too. Returns the run's audit."""
+    raise NotImplementedError
