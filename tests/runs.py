@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from outlast.audit import Audit, audit, compare
 from outlast.data.corpus import prepare
 from outlast.events import EventTail, from_ranges, read_events
@@ -187,10 +189,20 @@ class Launch(Process):
         run_dir: of the run; may hold one to resume.
         groups: to start.
         chaos: faults to make.
+        chaos_seed: of their draws.
+        out: folder for what it prints; left out: beside the run.
         others: settings, see `settings`.
     """
 
-    def __init__(self, run_dir: Path, groups: int, chaos: str = "", chaos_seed: int = 0, **others: Any) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        groups: int,
+        chaos: str = "",
+        chaos_seed: int = 0,
+        out: Path | None = None,
+        **others: Any,
+    ) -> None:
         self.run_dir = run_dir
         self._tail = EventTail(run_dir)
         self._seen: list[Event] = []
@@ -201,8 +213,9 @@ class Launch(Process):
             f"--chaos={chaos}",
             f"--chaos-seed={chaos_seed}",
         ]
-        number = next(n for n in itertools.count() if not run_dir.with_name(f"{run_dir.name}-{n}.out").exists())
-        super().__init__(run_dir.with_name(f"{run_dir.name}-{number}.out"), "launch", *args, *settings(**others))
+        names = (f"{run_dir.name}-{number}.out" for number in itertools.count())
+        file = next(f for name in names if not (f := (out or run_dir.parent) / name).exists())
+        super().__init__(file, "launch", *args, *settings(**others))
 
     def events(self, *kinds: str) -> list[Event]:
         """Events so far, of some kinds or of all, in order of time."""
@@ -299,6 +312,19 @@ def _read(path: Path) -> str | None:
     with contextlib.suppress(OSError):
         return path.read_text()
     return None
+
+
+@contextlib.contextmanager
+def tiny_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system with room for little."""
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"a file system can't be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 # --- What events say -------------------------------------------------------------------------------

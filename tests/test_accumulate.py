@@ -30,12 +30,13 @@ class Unit:
     tokens: int = TOKENS
 
 
-def make_units(count: int, seed: int, spread: float = 6.0) -> list[Unit]:
-    """Units whose elements differ by many powers of ten, so that float sums depend on the order."""
+def make_units(count: int, seed: int, spread: float = 6.0, peak: float = 1.0) -> list[Unit]:
+    """Units whose elements lie between about `peak` and `peak / 10**spread`: float sums depend on the order."""
     g = torch.Generator().manual_seed(seed)
     units = []
     for _ in range(count):
         grads = [torch.randn(s, generator=g) * 10 ** (-spread * torch.rand(s, generator=g)) for s in SHAPES]
+        grads = [(v * peak).clamp(-(2.0**RANGE_BITS), 2.0**RANGE_BITS) for v in grads]
         tokens = int(torch.randint(1, TOKENS + 1, (), generator=g))
         units.append(Unit(tuple(grads), float(torch.rand((), generator=g) * 60), tokens))
     return units
@@ -143,7 +144,7 @@ def splits(draw: st.DrawFn) -> tuple[int, int, list[int], list[int]]:
 @settings(max_examples=60, deadline=None)
 def test_exact_sums_have_the_same_bits_in_any_order_and_grouping(split: tuple[int, int, list[int], list[int]]):
     count, seed, who, order = split
-    units = make_units(count, seed)
+    units = make_units(count, seed, spread=13.0, peak=1000.0)
     (alone,) = settle_together(share_out(ExactSums, units, [0] * count, range(count)))
     for totals in settle_together(share_out(ExactSums, units, who, order)):
         assert bits(totals) == bits(alone)
@@ -202,7 +203,7 @@ def test_exact_sums_are_the_true_mean_within_the_grid(count: int, seed: int):
 
 def test_exact_sums_lose_nothing_on_their_grid():
     """By integers of any size: each element is rounded to the grid once, then everything is exact."""
-    units = make_units(5, seed=3, spread=14.0)
+    units = make_units(5, seed=3, spread=16.0, peak=1000.0)
     sums = new_sums(ExactSums, 5)
     assert isinstance(sums, ExactSums)
     for u, unit in enumerate(units):
@@ -212,6 +213,18 @@ def test_exact_sums_lose_nothing_on_their_grid():
         total = sum(round(Fraction(float(u_flat(u)[i])) * 2**sums.bits) for u in units)
         true = float(Fraction(total, 2**sums.bits) * 32 / tokens)
         assert found == pytest.approx(true, rel=2**-23)
+
+
+def test_what_is_small_survives_what_is_large_and_cancels():
+    """Float sums of any width keep a number of digits; these keep a place."""
+    small = make_units(1, seed=24, spread=3.0, peak=1e-7)[0]
+    large = [Unit(tuple(torch.full(s, sign * 1000.0) for s in SHAPES), 1.0, 8) for sign in (1, -1)]
+    units = [large[0], small, *large, large[1]]
+    sums = share_out(ExactSums, units, [0] * 5, range(5))[0]
+    assert isinstance(sums, ExactSums)
+    grad, tokens = sums.settle().grad, sum(u.tokens for u in units)
+    on_grid = (u_flat(small).double() * 2**sums.bits).round() / 2**sums.bits
+    assert torch.allclose(grad.double(), on_grid * 32 / tokens, rtol=2**-23, atol=0)
 
 
 @BOTH

@@ -14,7 +14,6 @@ import pickle
 import resource
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,6 +33,7 @@ from runs import (
     name_of,
     reference,
     settings,
+    tiny_disk,
     wasted,
 )
 
@@ -60,7 +60,7 @@ def test_lighthouse_deaths_a_killed_donor_and_a_paused_group(tmp_path: Path) -> 
         "kill lighthouse at step 2; kill lighthouse at step 4; stop lighthouse for 2s at step 6; "
         "kill lighthouse at step 8; kill g0 at step 10; stop g1 for 3s at step 33"
     )
-    timing = {"training__unit_pause_ms": 40, "fault_tolerance__process_group_timeout_ms": 1000}
+    timing: dict[str, Any] = {"training__unit_pause_ms": 40, "fault_tolerance__process_group_timeout_ms": 1000}
     run = Launch(tmp_path / "run", 3, chaos, **timing)
     verdict = run.same_bits()
     events = run.events()
@@ -453,16 +453,3 @@ def test_a_full_disk_is_seen_at_the_start(tmp_path: Path) -> None:
         for command in ("launch", "train"):
             run = Process(tmp_path / "out", command, *settings(), f"--job.run_dir={disk}/run")
             assert f"run folder {disk}/run can't be written: No space left on device" in run.refusal()
-
-
-@contextlib.contextmanager
-def tiny_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system with room for little."""
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"a file system can't be mounted here: {done.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)

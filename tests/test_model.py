@@ -1,25 +1,37 @@
-"""The Llama 3 family: published sizes, and the mathematics against a slow hand-written reference."""
+"""The Llama 3 family: published sizes, the mathematics against a slow hand-written reference, and its text."""
 
+import json
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import tiny_config, tiny_trainer, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from outlast.config import Model
-from outlast.errors import ConfigError
+from outlast.data.corpus import prepare
+from outlast.errors import ConfigError, UserError
 from outlast.models import IGNORE, Llama, LlamaArgs, build, flops_per_token, model_args, num_parameters, token_loss
 from outlast.models.llama import initial, rope_table, rotate
 from outlast.models.probe import numerics_probe
+from outlast.sample import generate, sample_command
 
 SMALL = LlamaArgs(dim=24, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=20, vocab_size=50, seq_len=12)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Models this small are slower with more."""
+    torch.set_num_threads(1)
 
 
 def small(seed: int = 0, **changes: Any) -> Llama:
@@ -49,6 +61,13 @@ def test_named_sizes_have_the_published_number_of_parameters(flavor: str, count:
     model = build(Model(flavor=flavor), 128256, 8192)
     assert num_parameters(model) == count
     assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_small_sizes_are_as_large_as_they_say():
+    """The demo's and the benchmarks' stated sizes."""
+    assert num_parameters(build(Model(flavor="demo"), 257, 256)) >= 900_000
+    assert num_parameters(build(Model(flavor="debug"), 2048, 256)) == 6_163_712
+    assert num_parameters(build(Model(flavor="100M"), 32768, 256)) == pytest.approx(100e6, rel=0.02)
 
 
 def test_flops_are_six_a_weight_and_the_attention():
@@ -235,12 +254,18 @@ def slow_reference(model: Llama, ids: list[int]) -> Tensor:
 )
 @torch.no_grad()
 def test_the_model_is_the_papers(changes: dict[str, Any]):
-    model, ids = small(**changes), tokens()
+    model, ids = small(**changes).double(), tokens()
+    a = model.args
+    rates = torch.tensor(published_angles(a.rope_theta, a.head_dim, a.rope_factor), dtype=torch.float64)
+    angles = torch.arange(a.seq_len)[:, None] * rates
+    exact = torch.stack((angles.cos(), angles.sin()), -1)
+    assert torch.allclose(model.rope, exact, rtol=0, atol=1e-7)
+    model.rope = exact  # the table's own rounding is out of the comparison
     found = model(ids)
     for row, sequence in zip(found, ids.tolist(), strict=True):
         expected = slow_reference(model, sequence)
         assert expected.std() > 0.3  # large enough to be told from nothing
-        assert torch.allclose(row.double(), expected, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(row, expected, rtol=1e-9, atol=1e-10)
 
 
 @torch.no_grad()
@@ -348,3 +373,111 @@ def test_gradients_have_the_same_bits_in_any_process_with_any_number_of_threads(
             assert found[0] != found[1]
     finally:
         torch.set_num_threads(before)
+
+
+# --- Text ------------------------------------------------------------------------------------------
+
+
+class Scores(nn.Module):
+    """Gives every position the same logits."""
+
+    def __init__(self, logits: Sequence[float]) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor(logits))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.logits.expand(*ids.shape, -1)
+
+
+@torch.no_grad()
+def test_the_likeliest_text_is_the_argmax_of_each_window():
+    model, ids = small(), [3, 1, 4]
+    expected = list(ids)
+    for _ in range(20):  # past the window of 12
+        expected.append(int(model(torch.tensor([expected[-12:]]))[0, -1].argmax()))
+    wanted = expected[3:]
+    assert generate(model, ids, 20, seq_len=12, vocab_size=50, temperature=0) == wanted
+    assert generate(model, ids, 20, seq_len=12, vocab_size=50, temperature=1.0, top_k=1) == wanted
+    assert generate(model, ids, 20, seq_len=12, vocab_size=50, temperature=5e-324, top_k=0) == wanted
+    assert len(set(wanted)) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1e6])
+@pytest.mark.parametrize("top_k", [0, 3, 100])
+def test_padding_of_the_embedding_is_never_chosen(temperature: float, top_k: int):
+    model = Scores([0.0, 1.0, 2.0, 0.5, 50.0, 60.0])
+    drawn = generate(model, [0], 100, seq_len=8, vocab_size=4, temperature=temperature, top_k=top_k)
+    assert len(drawn) == 100 and set(drawn) <= {0, 1, 2, 3}
+
+
+def test_draws_follow_the_tempered_odds_of_the_top_k():
+    logits, n = [0.0, 1.0, 2.0, 1.0, -1.0], 4000
+    drawn = generate(Scores(logits), [0], n, seq_len=1, vocab_size=5, temperature=0.5, top_k=2)
+    top = math.exp(2 / 0.5) / (math.exp(2 / 0.5) + math.exp(1 / 0.5))
+    assert drawn.count(2) / n == pytest.approx(top, abs=0.03)
+    assert len(set(drawn)) == 2  # of two that are equal, one is in
+    drawn = generate(Scores(logits), [0], n, seq_len=1, vocab_size=5, temperature=2.0, top_k=0)
+    odds = [math.exp(x / 2) for x in logits]
+    for i, x in enumerate(odds):
+        assert drawn.count(i) / n == pytest.approx(x / sum(odds), abs=0.03)
+
+
+def test_a_text_is_a_function_of_its_seed():
+    model = small()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    texts = [generate(model, [1], 30, seq_len=12, vocab_size=50, temperature=2.0, seed=s) for s in (5, 5, 6)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_run_continues_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    trained(tiny_config(tmp_path))
+    capsys.readouterr()
+    said = []
+    for seed in ("1", "1", "2"):
+        assert sample_command([str(tmp_path), "--prompt", "the läst", "--tokens", "30", "--seed", seed]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
+    assert all(text.startswith("the läst") and len(text) > 20 for text in said)
+
+
+def test_a_text_that_cannot_be_is_refused_in_one_line(tmp_path: Path, corpus: Path):
+    def refused(*args: str | Path) -> str:
+        with pytest.raises(UserError) as e:
+            sample_command([str(a) for a in args])
+        assert e.value.exit_code == 2 and "\n" not in str(e.value)
+        return str(e.value)
+
+    assert "no run here" in refused(tmp_path / "nothing", "--prompt", "a")
+    tiny_trainer(tiny_config(tmp_path)).write_config()
+    assert "no whole saved weights yet" in refused(tmp_path, "--prompt", "a")
+    assert "--prompt" in refused(tmp_path)
+    trained(tiny_config(tmp_path))
+    assert "--prompt: it is empty" in refused(tmp_path, "--prompt", "")
+    assert "--prompt: it isn't UTF-8" in refused(tmp_path, "--prompt", "\udcff")
+    for option, value in [
+        ("--tokens", "-1"),
+        ("--tokens", "x"),
+        ("--temperature", "nan"),
+        ("--temperature", "-0.1"),
+        ("--top-k", "-1"),
+        ("--seed", "-1"),
+        ("--seed", str(2**64)),
+    ]:
+        assert option in refused(tmp_path, "--prompt", "a", f"{option}={value}")
+
+
+def test_weights_of_another_tokenizer_are_refused(tmp_path: Path):
+    trained(tiny_config(tmp_path / "run"))
+    words = tmp_path / "words.json"
+    vocabulary = {"[UNK]": 0, **{chr(i): i for i in range(1, 257)}}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
+    words.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    (tmp_path / "text").write_text("a b c " * 100)
+    prepare([tmp_path / "text"], tmp_path / "other", words)
+    config = tmp_path / "run" / "config.toml"
+    path = next(line for line in config.read_text().splitlines() if line.startswith("path = "))
+    config.write_text(config.read_text().replace(path, f'path = "{tmp_path / "other"}"'))
+    with pytest.raises(UserError, match="put the corpus back"):
+        sample_command([str(tmp_path / "run"), "--prompt", "a"])

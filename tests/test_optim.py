@@ -123,18 +123,19 @@ def test_adamw_is_the_paper():
 # --- Norm and clipping -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 1_000_003])
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 300_001])
 def test_the_norm_has_the_same_bits_with_any_number_of_threads(size: int):
-    flat = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 1e-3
-    before, found = torch.get_num_threads(), []
-    try:
+    """Several tensors: a plain sum's bits differ for about every second one."""
+    before = torch.get_num_threads()
+    for seed in range(8 if size > 1e5 else 1):
+        flat = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 1e-3
+        found = set()
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(sum_of_squares(flat))
-    finally:
+            found.add(sum_of_squares(flat))
         torch.set_num_threads(before)
-    assert len(set(found)) == 1
-    assert found[0] == pytest.approx(flat.double().square().sum().item(), rel=1e-5)
+        assert len(found) == 1
+        assert found.pop() == pytest.approx(flat.double().square().sum().item(), rel=1e-5)
 
 
 def test_the_norm_does_not_depend_on_where_the_gradient_lies():

@@ -41,12 +41,12 @@ class Totals:
     """A whole step, summed.
 
     Attributes:
-        loss: mean over the step's tokens, nats.
+        loss: mean over the step's tokens, nats; NaN if there are bad units.
         tokens: targets that counted.
         grad: fp32 mean gradient, flat, in the order of the parameters; each `p.grad` is a view of it.
         bad_units: units whose gradient or loss wasn't finite, or was out of range. `grad` means nothing then.
         seal: sum of everyone's seals.
-        hash: of the summed bits; equal wherever the sums are.
+        hash: of the ledger and, after an exchange, of the summed bits; equal wherever the sums are.
     """
 
     loss: float
@@ -150,7 +150,7 @@ class Sums:
                 self._finish(self._flat, self._grad, factor)
             for p, g in zip(self.params, self._views, strict=True):
                 p.grad = g
-        loss = loss_fixed / 2.0**LOSS_BITS / max(tokens, 1)
+        loss = math.nan if bad else loss_fixed / 2.0**LOSS_BITS / max(tokens, 1)
         return Totals(loss, tokens, self._grad, bad, total_seal, digest.hexdigest())
 
     def _settle_pieces(self, exchange: Exchange, factor: float, digest: xxhash.xxh3_128) -> None:

@@ -75,6 +75,11 @@ class Saved:
     step: int
     meta: dict[str, Any]
 
+    @classmethod
+    def read(cls, run_dir: str | Path, step: int) -> "Saved":
+        """A save that is known to be whole."""
+        return cls(Path(run_dir), step, json.loads((saves.save_path(run_dir, step) / "state.json").read_text()))
+
     @property
     def path(self) -> Path:
         """Its folder."""
@@ -142,7 +147,7 @@ def save(run_dir: str | Path, step: int, state: Mapping[str, Tensor], meta: Mapp
             }
             manifest = {"format": saves.FORMAT, "step": step, "files": files}
             (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        saves.prune(run_dir, keep)
+        saves.prune(run_dir, keep, step)
     except (OSError, SafetensorError) as e:
         why = getattr(e, "strerror", None) or e
         raise StorageError(f"weights can't be saved to {final}: {why}; free space or choose a folder") from e
@@ -152,7 +157,4 @@ def save(run_dir: str | Path, step: int, state: Mapping[str, Tensor], meta: Mapp
 def newest(run_dir: str | Path) -> Saved | None:
     """The newest save whose every byte is as it was written, or None."""
     step = saves.newest_step(run_dir)
-    if step is None:
-        return None
-    meta = json.loads((saves.save_path(run_dir, step) / "state.json").read_text())
-    return Saved(Path(run_dir), step, meta)
+    return None if step is None else Saved.read(run_dir, step)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import math
 import os
 import re
 import time
@@ -391,6 +392,11 @@ def check_config(c: Config) -> None:
         ConfigError: with the first rule that is broken.
     """
     t, f = c.training, c.fault_tolerance
+    for name, value in _leaf_values(c):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name} = {value}: expected a finite number")
+        if isinstance(value, str) and not value.isprintable():
+            raise ConfigError(f"{name} = {value!r}: expected text that can be printed")
     for name, value in [
         ("training.steps", t.steps),
         ("training.seq_len", t.seq_len),
@@ -477,6 +483,21 @@ def lighthouse_address(f: FaultTolerance) -> str:
     return address
 
 
+def job_token() -> str:
+    """The job's secret, `OUTLAST_TOKEN`.
+
+    Raises:
+        ConfigError: it isn't set.
+    """
+    token = os.environ.get("OUTLAST_TOKEN", "")
+    if not token:
+        raise ConfigError(
+            "OUTLAST_TOKEN isn't set: give all groups of the job the same secret, for example "
+            "OUTLAST_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(16))'); `outlast launch` sets it"
+        )
+    return token
+
+
 def host_and_port(address: str) -> tuple[str, int]:
     """`http://host:port` -> its host and port.
 
@@ -490,6 +511,13 @@ def host_and_port(address: str) -> tuple[str, int]:
     except ValueError:
         pass
     raise ConfigError(f"lighthouse address {address!r}: expected http://host:port")
+
+
+def _leaf_values(c: Config) -> Iterator[tuple[str, Any]]:
+    for section in dataclasses.fields(c):
+        part = getattr(c, section.name)
+        for f in dataclasses.fields(part) if dataclasses.is_dataclass(part) else ():
+            yield f"{section.name}.{f.name}", getattr(part, f.name)
 
 
 def trajectory_fields(c: Config) -> dict[str, Any]:

@@ -16,6 +16,9 @@ class UserError(Exception):
 
     exit_code = EXIT_REFUSED
 
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split("\n"))  # one line, whatever a user's text holds
+
 
 class ConfigError(UserError):
     """A config that can't be run."""

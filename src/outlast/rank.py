@@ -5,6 +5,7 @@ import signal
 import sys
 import uuid
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -36,10 +37,6 @@ def run_rank(config: Config, life: str) -> int:
         config: checked, with `job.run_dir` set.
         life: from `new_life`.
     """
-    done = saves.done_marker(config.job.run_dir)
-    if done and done.get("step") == config.training.steps:
-        print(f"{config.job.run_dir} is finished (step {done['step']}): nothing to do", flush=True)
-        return EXIT_OK
     torch.set_num_threads(config.training.threads or len(os.sched_getaffinity(0)))
     group = config.fault_tolerance.replica_id if config.fault_tolerance.enable else 0
     events: EventLog | None = None
@@ -48,9 +45,13 @@ def run_rank(config: Config, life: str) -> int:
         events = EventLog(config.job.run_dir, f"g{group}.{life}", group=group, life=life, rank=0)
         trainer = trainer_class(config)(config, events)
         _stop_on_signal(trainer)
-        trainer.train()
-        code = EXIT_STOPPED if trainer.step < config.training.steps else EXIT_OK
-        reason = "stopped as asked" if code else "finished"
+        if done := saves.done_marker(config.job.run_dir):
+            code, reason = EXIT_OK, _nothing_to_do(trainer, done)
+            print(reason, flush=True)
+        else:
+            trainer.train()
+            finished = trainer.step == config.training.steps or saves.done_marker(config.job.run_dir)
+            code, reason = (EXIT_OK, "finished") if finished else (EXIT_STOPPED, "stopped as asked")
     except (UserError, OSError) as e:
         code = e.exit_code if isinstance(e, UserError) else EXIT_FAILED
         reason = str(e)
@@ -61,6 +62,23 @@ def run_rank(config: Config, life: str) -> int:
         except StorageError as e:
             print(f"outlast: {e}", file=sys.stderr, flush=True)
     return code
+
+
+def _nothing_to_do(trainer: Trainer, done: dict[str, Any]) -> str:
+    """The run was finished before this process started.
+
+    Raises:
+        UserError: another run than the one that is asked for.
+    """
+    there, here = done.get("trajectory", {}), trainer.trajectory()
+    differs = [k for k in here if there.get(k) != here[k]]
+    if differs:
+        k = differs[0]
+        raise UserError(
+            f"{trainer.run_dir} holds a finished run with {k} = {there.get(k)!r}, this one has {here[k]!r}; give "
+            "another --job.run_dir"
+        )
+    return f"{trainer.run_dir} is finished (step {done.get('step')}): nothing to do"
 
 
 def _stop_on_signal(trainer: Trainer) -> None:

@@ -108,9 +108,12 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def prune(run_dir: str | Path, keep: int) -> None:
-    """Remove all but the newest `keep` saves, and what writers that died left behind. 0: keep all."""
-    for step in steps_saved(run_dir)[keep:] if keep else ():
+def prune(run_dir: str | Path, keep: int, newest: int) -> None:
+    """Remove all but `keep` saves up to the one just written, and what writers that died left behind.
+
+    Later ones are left alone: they belong to a damaged generation that was passed over. `keep` 0: all.
+    """
+    for step in [s for s in steps_saved(run_dir) if s <= newest][keep:] if keep else ():
         shutil.rmtree(save_path(run_dir, step), ignore_errors=True)
     for left in saves_dir(run_dir).glob(".step-*.*"):
         pid = left.name.rsplit(".", 1)[-1]

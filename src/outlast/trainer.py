@@ -231,8 +231,9 @@ class Trainer:
         c = self.config
         if c.checkpoint.enable and self.writes() and self.step and saves.problem(self.run_dir, self.step):
             self.save()
-        if self.step == c.training.steps:
-            saves.mark_done(self.run_dir, step=self.step, digest=self.digests.get(self.step))
+        if self.step == c.training.steps and self.writes():
+            digest = self.digests.get(self.step) or checkpoint.digest(self.state())
+            saves.mark_done(self.run_dir, step=self.step, digest=digest, trajectory=self.trajectory())
         self.metrics.close()
 
     # Saved weights ---------------------------------------------------------------------------------
@@ -262,13 +263,14 @@ class Trainer:
             UserError: it belongs to another trajectory.
         """
         started = time.perf_counter()
+        saved = None
         for step in saves.steps_saved(self.run_dir):
             why = saves.problem(self.run_dir, step)
             if why is None:
+                saved = checkpoint.Saved.read(self.run_dir, step)
                 break
             print(f"the save of step {step} isn't whole and is passed over: {why}", flush=True)
             self._say_checkpoint("skip", step, why=why)
-        saved = checkpoint.newest(self.run_dir)
         if saved is None:
             return {}
         differs = [k for k, v in self.trajectory().items() if saved.meta["trajectory"].get(k) != v]

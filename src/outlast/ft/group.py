@@ -3,7 +3,6 @@
 Everything here touches sockets and clocks, and decides nothing.
 """
 
-import json
 import os
 import re
 import socket
@@ -172,6 +171,10 @@ class Plane:
         self.size = size
         if size == 1:
             return
+        try:  # else the store's client would wait for a dead host, and twice as long as it was told
+            socket.create_connection(host_and_port(f"http://{store}"), self._times.connect).close()
+        except OSError as e:
+            raise PlaneError(f"the first of {size} groups isn't there: {e.strerror or e}") from None
         before = _open_sockets()
         self._group = ProcessGroupGloo(timedelta(seconds=self._times.connect))
         try:
@@ -270,6 +273,5 @@ def _has_peer(fd: int, others: set[int]) -> bool:
 
 
 def _short(error: Exception) -> str:
-    """A library's message without its source path."""
-    text = re.sub(r"\[/\S+\]\s*", "", str(error)).split("\n")[0]
-    return json.dumps(text)[1:-1][:200]
+    """The first line of a library's message, without its source path."""
+    return re.sub(r"\[/\S+\]\s*", "", str(error)).split("\n")[0][:200]

@@ -12,22 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outlast.config import MAX_UNITS
 from outlast.events import from_ranges, to_ranges
 from outlast.ft.plan import accept_held, share
 
 FORMAT = 1
-WINDOW = 8
-"""Commits whose lineage a member carries."""
-MAX_HEALS = 3
-"""Failed heals after which a group gives up, and the others stop waiting for it."""
-MAX_FAILURES = 30
-"""Failed attempts in a row after which a group gives up."""
-START_ASKS = 20
-"""Answers for which groups that have done nothing yet wait for the rest of the expected groups."""
-LOST_ASKS = 60
-"""Answers for which a fresh group waits for someone who holds the run's committed steps."""
-ROOT = "0" * 16
-"""Lineage of the initial weights."""
+WINDOW = 8  # commits whose lineage a member carries
+MAX_HEALS = 3  # failed heals after which a group gives up, and the others stop waiting for it
+MAX_FAILURES = 30  # failed attempts in a row after which a group gives up
+START_ASKS = 20  # answers for which groups that have done nothing wait for the rest of the expected ones
+LOST_ASKS = 60  # answers for which a fresh group waits for someone who holds the run's committed steps
+ROOT = "0" * 16  # lineage of the initial weights
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Heal:
-    """Forget the sums, leave the process group, and take the whole state of (donor, step, lineage)."""
+    """Leave the process group, take the whole state of (donor, step, lineage), then forget the sums."""
 
     donor: str
     address: str
@@ -194,7 +189,7 @@ class Run:
 Decision = Lost | Run | Heal | Finish | Leave
 
 
-def read_member(p: Participant, units: int) -> Member:
+def read_member(p: Participant) -> Member:
     """Read what a participant says, trusting nothing.
 
     Raises:
@@ -213,7 +208,7 @@ def read_member(p: Participant, units: int) -> Member:
             nonce=int(d["nonce"]),
             fingerprint={str(k): str(v) for k, v in d["fingerprint"].items()},
             window=window,
-            held=frozenset(from_ranges(d["held"], units)),
+            held=frozenset(from_ranges(d["held"], MAX_UNITS)),
             live=None if d["live"] is None else str(d["live"]),
             asks=int(d["asks"]),
             heals=int(d["heals"]),
@@ -222,7 +217,7 @@ def read_member(p: Participant, units: int) -> Member:
             address=p.address,
             store=p.store,
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
         raise ValueError(f"{p.name}: {type(e).__name__}: {e}") from None
 
 
@@ -241,7 +236,8 @@ def decide(me: Member, members: Sequence[Member], rules: Rules) -> Decision:
     reference = _reference_fingerprint(members)
     if me.fingerprint != reference:
         return Leave(f"refused by the run: {_difference(me.fingerprint, reference)}", again=False)
-    ours = [m for m in members if m.fingerprint == reference]
+    ours = [m for m in members if m.fingerprint == reference and m.step <= rules.steps]
+    ours = [m for m in ours if all(unit < rules.units for unit in m.held)]
 
     credible = [m for m in ours if not _contradicted(m, ours)] if rules.exact else ours
     if me not in credible:
@@ -257,7 +253,7 @@ def decide(me: Member, members: Sequence[Member], rules: Rules) -> Decision:
     behind = sorted((m for m in credible if m not in active), key=lambda m: m.name)
 
     floor = max(m.floor for m in ours)
-    if truth == 0 and floor > 0 and not any(m.ran for m in ours):
+    if truth == 0 and floor > any(m.ran for m in ours):  # who has run may have missed the first commit, no more
         why = f"steps 1 to {floor} of this run were committed, and nobody here holds them"
         if max(m.asks for m in ours) > LOST_ASKS:
             return Leave(f"{why}; bring back a group that does, or start a new run folder", again=False)
@@ -311,18 +307,13 @@ def _difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     return f"{key} is {mine.get(key, 'not set')} here and {theirs.get(key, 'not set')} there"
 
 
-def _contradicted(m: Member, others: Sequence[Member]) -> bool:
-    """Whether as many members contradict a member's recent commits as confirm them."""
-    against = confirm = 0
-    for o in others:
-        common = m.window.keys() & o.window.keys()
-        if o is m or not common:
-            continue
-        if all(m.window[s] == o.window[s] for s in common):
-            confirm += 1
-        else:
-            against += 1
-    return against > 0 and against >= confirm
+def _contradicted(m: Member, members: Sequence[Member]) -> bool:
+    """Whether half or more of those who made one of a member's recent commits have other bits there."""
+    for step, lineage in m.window.items():
+        theirs = [o.window[step] for o in members if step in o.window]
+        if 2 * theirs.count(lineage) <= len(theirs):
+            return True
+    return False
 
 
 # --- The machine -----------------------------------------------------------------------------------
@@ -342,7 +333,6 @@ class Protocol:
     held: set[int] = field(default_factory=set)  # units of the next step that this group's sums hold
     live: str | None = None  # identity of the connected process group
     run: Run | None = None
-    members: tuple[Member, ...] = ()
     key: str = ""
     nonce: int = 0
     asks: int = 0
@@ -356,7 +346,6 @@ class Protocol:
 
     def _ask(self, why: str, cancel: bool, pause_s: float = 0.0) -> Ask:
         self.nonce += 1
-        self.asks += 1
         self.run = None
         if cancel:
             self.live = None
@@ -391,19 +380,19 @@ class Protocol:
         members: list[Member] = []
         for p in answer.participants:
             try:
-                members.append(read_member(p, self.rules.units))
+                members.append(read_member(p))
             except ValueError:
                 continue  # not one of ours; the lighthouse lets anyone in
         me = next((m for m in members if m.name == self.rules.name), None)
         if me is None or me.nonce != self.nonce:
             return self._fail("the answer isn't to this request")
-        self.members, self.key = tuple(members), answer.key
+        self.asks += 1
+        self.key = answer.key
         decision = decide(me, members, self.rules)
         match decision:
             case Lost(reason):
                 return self._ask(reason, cancel=True, pause_s=0.1 if self.asks <= START_ASKS else 0.5)
-            case Heal():
-                self.held.clear()
+            case Heal():  # what is held stays until the state has come: there may be no donor any more
                 self.live = None
                 return decision
             case Run():

@@ -5,19 +5,19 @@ here it is done.
 """
 
 import hashlib
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from outlast import checkpoint, saves, transfer
 from outlast.accumulate import NotWholeError, Totals, Wait
-from outlast.config import host_and_port, lighthouse_address
-from outlast.errors import ConfigError, StorageError, UserError
+from outlast.config import host_and_port, job_token, lighthouse_address
+from outlast.errors import StorageError, UserError
 from outlast.events import last_commit, to_ranges
 from outlast.ft.group import Lighthouse, Plane, PlaneError, Pulse, Store
 from outlast.ft.protocol import (
@@ -37,8 +37,6 @@ from outlast.ft.protocol import (
 from outlast.models.probe import numerics_probe
 from outlast.times import Times
 from outlast.trainer import Trainer
-
-TOKEN = "OUTLAST_TOKEN"
 
 
 class AttemptEnded(Exception):
@@ -65,12 +63,7 @@ class FaultTolerance(Trainer):
     def begin(self) -> None:
         """Resume as the plain trainer does, then be ready for the others."""
         ft = self.config.fault_tolerance
-        self.token = os.environ.get(TOKEN, "")
-        if not self.token:
-            raise ConfigError(
-                f"{TOKEN} isn't set: give all groups of the job the same secret, for example "
-                f"{TOKEN}=$(python3 -c 'import secrets; print(secrets.token_hex(16))')"
-            )
+        self.token = job_token()
         self.times = Times.of(ft)
         self.address = lighthouse_address(ft)
         self.lighthouse = Lighthouse(self.address, self.times)
@@ -93,6 +86,8 @@ class FaultTolerance(Trainer):
                 **{key: str(value) for key, value in self.trajectory().items()},
                 "job": hashlib.sha256(b"job " + self.token.encode()).hexdigest()[:16],  # the token itself isn't told
                 "ranks a group": str(self.ranks),
+                "fault_tolerance.group_size": str(ft.group_size),
+                "fault_tolerance.min_replica_size": str(ft.min_replica_size),
                 "numerics probe": probe,
             },
             floor=floor,
@@ -137,7 +132,8 @@ class FaultTolerance(Trainer):
                 try:
                     return super().train_step()
                 except AttemptEnded:
-                    continue
+                    if self.step == self.config.training.steps:
+                        return None  # healed to the end
         except Stopped:
             return None
 
@@ -147,6 +143,8 @@ class FaultTolerance(Trainer):
         action, self.next_action = self.next_action or self.protocol.begin(), None
         while not isinstance(action, Compute):
             action = self.perform(action)
+            if self.step == self.config.training.steps:  # healed to the end: there is no step to begin
+                self.end_attempt(action)
         self.prepare(action)
         return action.units
 
@@ -174,6 +172,8 @@ class FaultTolerance(Trainer):
             self.end_attempt(action)
         self.gate = True
         try:
+            if self.plane.size != action.size:
+                raise PlaneError(f"{self.plane.size} of {action.size} groups are connected")
             with self.pulse.phase(self.arrival_limit() + self.times.phase):
                 totals = self.sums.settle(self.exchange, action.seal)
         except (PlaneError, NotWholeError) as e:
@@ -209,7 +209,8 @@ class FaultTolerance(Trainer):
         """Stay a donor until every live group is at the last step; then as the plain trainer."""
         try:
             if self.step == self.config.training.steps:
-                self.stay_until_all_are_there()
+                with suppress(Stopped):
+                    self.stay_until_all_are_there()
             super().finish()
         finally:
             self.pulse.stop()
@@ -217,19 +218,24 @@ class FaultTolerance(Trainer):
             self.server.close(self.times.phase)
 
     def stay_until_all_are_there(self) -> None:
-        """Serve whoever is behind."""
-        action = self.protocol.begin()
+        """Serve whoever is behind, until the first group has made the run's end durable, or this one is the first."""
+        action, self.next_action = self.next_action or self.protocol.begin(), None
+        self.first = False
         deadline = time.monotonic() + self.times.ask
-        while not isinstance(action, Finish):
+        while not saves.done_marker(self.run_dir):
             if isinstance(action, Compute):
                 self.prepare(action)
                 action = self.protocol.units_done()
                 deadline = time.monotonic() + self.times.ask
-                continue
-            if saves.done_marker(self.run_dir) or time.monotonic() > deadline:
-                return  # the others have gone, and this group has all there is to have
-            action = self.perform(action)
-        self.first = action.first
+            elif (isinstance(action, Finish) and action.first) or time.monotonic() > deadline:
+                self.first = True  # past the deadline the others have gone, and nobody may have saved
+                return
+            elif isinstance(action, Finish):
+                time.sleep(self.times.beat)
+                action = self.protocol.begin()
+            else:
+                action = self.perform(action)
+        self.first = False
 
     # Actions ---------------------------------------------------------------------------------------
 
@@ -254,6 +260,9 @@ class FaultTolerance(Trainer):
         """One quorum call."""
         if action.cancel:
             self.plane.cancel()
+        if self.step < self.config.training.steps and saves.done_marker(self.run_dir):
+            self.stopping = True  # the others have finished without this group
+            raise Stopped
         if self.stopping and not self.protocol.held and action.pause_s:
             raise Stopped
         time.sleep(action.pause_s)
@@ -331,7 +340,6 @@ class FaultTolerance(Trainer):
         """Take the whole state of a donor, or nothing."""
         started = time.perf_counter()
         self.plane.cancel()
-        self.sums.clear()
         state = self.state()
         try:
             with self.pulse.phase(self.times.phase):
@@ -347,6 +355,7 @@ class FaultTolerance(Trainer):
         except transfer.TransferError as e:
             self.events.emit("heal_failed", donor=action.donor, cause=str(e))
             return self.protocol.heal_failed(f"{action.donor}: {e}")
+        self.sums.clear()
         checkpoint.install(state, got.tensors, action.donor)
         before, self.step = self.step, got.step
         self.skipped_in_a_row = int(got.facts["skipped_in_a_row"])
@@ -377,6 +386,8 @@ class FaultTolerance(Trainer):
     def end_attempt(self, action: Action) -> NoReturn:
         """Go on with another action."""
         self.next_action = action
+        for p in self.params:  # settling may have set it already
+            p.grad = None
         raise AttemptEnded
 
     # Limits and checks -----------------------------------------------------------------------------

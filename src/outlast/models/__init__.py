@@ -37,6 +37,8 @@ def model_args(model: config.Model, vocab_size: int, seq_len: int) -> LlamaArgs:
     names = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
     given = {name: getattr(model, name) for name in names if getattr(model, name)}
     flavor = FLAVORS[model.flavor]
+    if "n_heads" in given and "n_kv_heads" not in given and flavor.n_kv_heads == flavor.n_heads:
+        given["n_kv_heads"] = given["n_heads"]
     given.setdefault("vocab_size", -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE)
     if model.tie_embeddings != "flavor":
         given["tie_embeddings"] = model.tie_embeddings == "yes"

@@ -47,7 +47,7 @@ class LlamaArgs:
 
 
 FLAVORS: dict[str, LlamaArgs] = {
-    "demo": LlamaArgs(dim=192, n_layers=2, n_heads=6, n_kv_heads=6, ffn_dim=512, vocab_size=320),
+    "demo": LlamaArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=320),
     "debug": LlamaArgs(dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, vocab_size=2048),
     "100M": LlamaArgs(768, n_layers=12, n_heads=12, n_kv_heads=4, ffn_dim=2048, vocab_size=32768, tie_embeddings=True),
     "1B": LlamaArgs(

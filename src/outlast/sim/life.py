@@ -280,12 +280,12 @@ class Life(Edge):
         """Take the whole state of a donor, or nothing."""
         w = self.world
         self.leave_plane()
-        self.sums.clear()
         got = yield from self.fetch(action)
         if isinstance(got, Failed):
             w.say(self, f"heal failed: {got.why}")
             w.seen["heal failed"] += 1
             return self.protocol.heal_failed(got.why)
+        self.sums.clear()
         self.state, self.step = got.state, got.step
         w.say(self, f"healed from {action.donor} to step {got.step}")
         return self.protocol.healed(got.step, dict(got.window))
