@@ -163,7 +163,8 @@ def test_a_run_stopped_and_resumed_is_the_undisturbed_run(tmp_path: Path, straig
         again.train_step()
     again.finish()
     assert digests_of(config) == straight
-    assert saves.done_marker(tmp_path) == {"step": 6, "digest": straight[6]}
+    done = saves.done_marker(tmp_path)
+    assert done is not None and (done["step"], done["digest"]) == (6, straight[6])
     rates = {e["step"]: e["lr"] for e in events_of(config, "commit")}
     assert [rates[s] for s in (1, 2)] == [1.5e-3, 3e-3]  # a schedule has no state that could start again (C3)
     assert rates[6] == pytest.approx(3e-4)
@@ -252,7 +253,10 @@ def test_who_starts_after_the_end_has_nothing_to_do(tmp_path: Path, enable: bool
     assert run_rank(config, "first") == 0
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
     assert run_rank(config, "late") == 0
-    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == before
+    after = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file() and "late" not in p.name}
+    assert after == before
+    assert [e["reason"] for e in events_of(config, "exit")][1].endswith("is finished (step 6): nothing to do")
+    assert run_rank(tiny_config(tmp_path, checkpoint={"enable": enable}, training={"seed": 7}), "other") == 2
     assert (saves.newest_step(tmp_path) == 6) is enable
 
 

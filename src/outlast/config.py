@@ -395,8 +395,8 @@ def check_config(c: Config) -> None:
     for name, value in _leaf_values(c):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name} = {value}: expected a finite number")
-        if isinstance(value, str) and not value.isprintable():
-            raise ConfigError(f"{name} = {value!r}: expected text that can be printed")
+        if isinstance(value, str) and any(0xD800 <= ord(c) <= 0xDFFF for c in value):
+            raise ConfigError(f"{name} = {value!r}: expected UTF-8 text")
     for name, value in [
         ("training.steps", t.steps),
         ("training.seq_len", t.seq_len),

@@ -161,8 +161,7 @@ class Plane:
     def connect(self, store: str, prefix: str, rank: int, size: int, others: set[int]) -> None:
         """Meet `size` members (1: nobody) at a store, under a prefix never used before.
 
-        Args:
-            others: ports of this process' connections that don't belong to the process group.
+        `others`: ports of this process' connections that don't belong to the process group.
 
         Raises:
             PlaneError: they didn't all come in time.
