@@ -355,6 +355,9 @@ def launch_command(args: Sequence[str], preload: Sequence[str] = PRELOAD, entry:
     """
     options = read_options(args)
     check_torchft()
+    from outlast.data.corpus import open_corpus  # numpy: not for `--help`
+
+    open_corpus(options.config.data)  # once, before anything starts; the groups find it ready
     address = choose_address(options.config.fault_tolerance.lighthouse)
     with contextlib.closing(RunFolder(make_run_dir(options.run_dir, options.config_file))) as folder:
         folder.keep_config(options.config)
