@@ -302,7 +302,7 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_cannot_be_audited_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    timeless = write(tmp_path / "timeless", [{"v": 1, "t": "x", "kind": "end"}, {"v": 1, "t": 1, "kind": "end"}])
+    timeless = write(tmp_path / "timeless", [{"v": 1, "t": "x", "kind": "end"}])
     for args in (["nowhere"], [str(tmp_path / "empty")], [timeless], ["--wrong"], []):
         assert audit_command(args) == 2
         assert capsys.readouterr().err

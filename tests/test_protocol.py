@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outlast.config import MAX_UNITS
 from outlast.events import to_ranges
 from outlast.ft import protocol
 from outlast.ft.plan import accept_held, share
@@ -315,7 +316,7 @@ def test_a_malformed_participant_raises_nothing_but_value_error(p: Participant) 
         assert p.name in str(e)
         return
     assert m.step in m.window and len(m.window) <= WINDOW + 1
-    assert all(0 <= u < UNITS for u in m.held)
+    assert all(0 <= u < MAX_UNITS for u in m.held)
 
 
 @pytest.mark.parametrize("field", FIELDS)
