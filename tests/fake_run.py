@@ -34,10 +34,7 @@ class FakeRun:
             if step:
                 self.emit("checkpoint", g, action="load", step=step, path="x", seconds=0.1)
             shape = {"steps": self.steps, "units": self.units, "unit_samples": 4, "seq_len": 8, "parameters": 10}
-            ft = not self.plain
-            self.emit(
-                "start", g, pid=self.born, step=step, fault_tolerant=ft, trajectory=dict(self.trajectory), **shape
-            )
+            self.emit("start", g, pid=self.born, step=step, trajectory=dict(self.trajectory), **shape)
 
     def quorum(self, exchange: bool = True) -> dict[int, set[int]]:
         """All that live take part. Units nobody holds go to whoever has least."""

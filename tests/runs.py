@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from outlast import saves
 from outlast.audit import Audit, audit, compare
 from outlast.data.corpus import prepare
 from outlast.events import EventTail, from_ranges, read_events
@@ -285,7 +286,7 @@ class Launch(Process):
             words = command_line(int(folder.name))
             if any(w.startswith("outlast.launch.") for w in words) and str(self.pid) in words:
                 ours.append(int(folder.name))
-        return sorted({*ours} - {self.pid} if self.popen.poll() is not None else {*ours})
+        return sorted({*ours})
 
     def end_in_order(self, code: int = 0, timeout_s: float = TIMEOUT_S) -> str:
         """Wait for its end, with this code and nothing left behind. Returns what it printed."""
@@ -305,6 +306,10 @@ class Launch(Process):
         assert compared.same, compared.difference
         assert verdict.final_digest == expected.final_digest
         assert compared.common_steps == compared.common_digests == expected.steps
+        done = saves.done_marker(self.run_dir)
+        assert done and done["step"] == expected.steps
+        if saves.saves_dir(self.run_dir).exists():
+            assert saves.newest_step(self.run_dir) == expected.steps, "the last step is saved, whole"
         return verdict
 
 
@@ -347,8 +352,3 @@ def wasted(events: Sequence[Event], name: str) -> set[tuple[int, int]]:
         (e["step"], unit) for e in events if e["kind"] == "commit" for unit in from_ranges(e["by"].get(name, ""))
     }
     return computed - counted
-
-
-def between(events: Sequence[Event], since: float, until: float) -> Iterator[Event]:
-    """Events of a span of time."""
-    return (e for e in events if since < e["t"] < until)

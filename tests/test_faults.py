@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -155,15 +156,9 @@ def freeze_in_a_step(run: Launch, group: int) -> None:
 
     eventually(unfinished, f"g{group} begins a step")
     run.kill(group, signal.SIGSTOP)
-    before = len(run.events("unit"))
-
-    def quiet() -> bool:
-        nonlocal before
-        before, last = len(run.events("unit")), before
-        return before == last
-
-    for _ in range(5):
-        eventually(quiet, "the others wait")
+    before = -1
+    while before != (before := len(run.events("unit"))):
+        time.sleep(0.3)  # the others may still compute
 
 
 # Without disk (C7, C12), one rank's own end --------------------------------------------------------

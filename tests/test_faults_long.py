@@ -15,7 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import STEPS, Event, Launch, end_all, eventually, name_of, reference, tiny_disk, wasted
+from runs import (
+    STEPS,
+    Event,
+    Launch,
+    alive,
+    command_line,
+    end_all,
+    eventually,
+    groups_of,
+    name_of,
+    reference,
+    tiny_disk,
+    wasted,
+)
 
 from outlast.audit import audit
 from outlast.events import from_ranges, read_events
@@ -42,17 +55,21 @@ def test_lighthouses_die_ten_times_and_more(tmp_path: Path) -> None:
     assert sum(e["t"] > began for e in run.events("chaos")) >= 10
 
 
-@pytest.mark.parametrize("outage_s", [15])
-def test_lighthouse_away_for_long(tmp_path: Path, outage_s: float) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_lighthouse_away_for_long(tmp_path: Path, number: signal.Signals) -> None:
     run = Launch(tmp_path / "run", 3, training__unit_pause_ms=30)
     run.wait_step(10)
     os.kill(run.pid, signal.SIGSTOP)  # so that nobody starts it again
-    os.kill(run.lighthouse_pid(), signal.SIGKILL)
-    time.sleep(outage_s)
+    os.kill(run.lighthouse_pid(), number)
+    time.sleep(1.0)
     before = run.step()
+    time.sleep(15.0 if number == signal.SIGKILL else 20.0)  # longer than a group waits for one answer
+    assert run.step() == before < STEPS
+    if number == signal.SIGSTOP:
+        os.kill(run.lighthouse_pid(), signal.SIGCONT)
     os.kill(run.pid, signal.SIGCONT)
     verdict = run.same_bits()
-    assert before < STEPS and verdict.lives == 3 and not [e for e in run.events("died") if e["code"]]
+    assert verdict.lives == 3 and not [e for e in run.events("died") if e["code"]]
     assert verdict.redone_units == 0
 
 
@@ -63,7 +80,8 @@ def test_twenty_seeds_of_chaos_one_digest(tmp_path: Path) -> None:
     digests: set[str | None] = {reference().final_digest}
     for seed in range(20):
         chaos = f"kill every {1300 + seed % 5 * 100}ms; kill at step 25; kill lighthouse at step {10 + seed}"
-        run = Launch(tmp_path / f"seed{seed}", 3, chaos, chaos_seed=seed, training__unit_pause_ms=40)
+        saves: dict[str, Any] = {"checkpoint__interval": 1 + seed % 4}
+        run = Launch(tmp_path / f"seed{seed}", 3, chaos, seed, training__unit_pause_ms=40, **saves)
         digests.add(run.same_bits().final_digest)
         assert sum(e["action"] == "kill" and e["target"] != "lighthouse" for e in run.events("chaos")) >= 2
         end_all()
@@ -136,16 +154,51 @@ def test_launch_is_killed_again_and_again(tmp_path: Path) -> None:
     Launch(tmp_path / "run", 3).same_bits()
 
 
+def test_the_template_dies_with_all_its_groups(tmp_path: Path) -> None:
+    run = Launch(tmp_path / "run", 3, training__unit_pause_ms=30, checkpoint__interval=4)
+    for step in (10, 25):
+        run.wait_step(step)
+        ranks = [run.pid_of(g) for g in range(3)]
+        template = int(Path(f"/proc/{ranks[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        assert "outlast.launch.template" in command_line(template)
+        os.kill(template, signal.SIGKILL)
+        eventually(lambda ranks=ranks: not any(map(alive, ranks)), "its groups end with it")
+    run.same_bits()
+    assert len([e for e in run.events("checkpoint") if e["action"] == "load"]) >= 6
+
+
+def test_no_commit_with_fewer_groups_than_asked_for(tmp_path: Path) -> None:
+    chaos = "kill g1 at step 10; kill g0 at step 20; stop g1 for 2s at step 30; kill lighthouse every 2s"
+    timing: dict[str, Any] = {"training__unit_pause_ms": 30, "fault_tolerance__process_group_timeout_ms": 1000}
+    run = Launch(tmp_path / "run", 2, chaos, **timing, fault_tolerance__min_replica_size=2)
+    run.same_bits()
+    assert {len(groups_of(e)) for e in run.events("commit")} == {2}
+
+
+def test_float_sums_keep_samples_and_schedule(tmp_path: Path) -> None:
+    floats: dict[str, Any] = {"training__accumulation": "float"}
+    expected = reference(**floats)
+    chaos = "kill every 1700ms times 4; stop g1 for 1s at step 15; kill lighthouse at step 20"
+    run = Launch(tmp_path / "run", 3, chaos, training__unit_pause_ms=40, **floats)
+    run.end_in_order(0)
+    verdict = audit(run.events())
+    assert verdict.broken == () and verdict.finished and verdict.samples_exactly_once
+    same = ("step", "samples", "data", "tokens", "lr", "skipped")
+    for ours, theirs in zip(verdict.history, expected.history, strict=True):
+        assert [getattr(ours, name) for name in same] == [getattr(theirs, name) for name in same]
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
+
+
 def test_ranks_asked_to_stop_lose_no_unit(tmp_path: Path) -> None:
     rng = random.Random(1)
     run = Launch(tmp_path / "run", 3, training__unit_pause_ms=40)
     for _ in range(6):
         run.wait_step(run.step() + 3)
         time.sleep(rng.uniform(0.0, 0.2))
-        alive = sorted({e["group"] for e in run.events("spawn")} - {e["group"] for e in run.events("exit")})
-        run.kill(alive[0], signal.SIGTERM)
+        group = min({e["group"] for e in run.events("spawn")} - {e["group"] for e in run.events("exit")})
+        run.kill(group, signal.SIGTERM)
         run.join()
-        eventually(lambda g=alive[0]: [e for e in run.events("exit") if e["group"] == g], f"g{alive[0]} leaves")
+        eventually(lambda g=group: [e for e in run.events("exit") if e["group"] == g], f"g{group} leaves")
     verdict = run.same_bits()
     assert verdict.redone_units == 0
     assert sorted(e["code"] for e in run.events("exit")) == [0] * 3 + [143] * 6

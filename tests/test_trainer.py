@@ -250,7 +250,7 @@ def test_the_start_says_what_is_about_to_run(plain: tuple[Config, Trainer]):
     assert start["parameters"] == sum(p.numel() for p in trainer.params)
     assert start["trajectory"]["corpus"] == trainer.corpus.hash
     assert start["trajectory"]["torch"] == torch.__version__
-    assert not start["fault_tolerant"]
+    assert start["trainer"] == "Trainer"
 
 
 def test_the_run_folder_holds_the_config(plain: tuple[Config, Trainer]):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from outlast import __version__
-from outlast.errors import EXIT_REFUSED, UserError
+from outlast.errors import EXIT_REFUSED, EXIT_STOPPED, UserError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("outlast.data.corpus:prepare_command", "make a corpus from text files, folders or JSON lines"),
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return e.exit_code
     except KeyboardInterrupt:
         print("outlast: interrupted", file=sys.stderr)
-        return 130
+        return EXIT_STOPPED
     except BrokenPipeError:  # `outlast audit RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0

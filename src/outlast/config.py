@@ -215,7 +215,9 @@ C = TypeVar("C", bound=Config)
 # --- Reading ---------------------------------------------------------------------------------------
 
 
-def load_config(file: str | Path | None, args: Sequence[str] = (), cls: type[C] = Config, prog: str = "outlast") -> C:
+def load_config(
+    file: str | Path | None, args: Sequence[str] = (), cls: type[C] = Config, prog: str = "outlast", check: bool = True
+) -> C:
     """Read a TOML file and `--section.key=value` arguments into a checked config.
 
     Args:
@@ -223,13 +225,15 @@ def load_config(file: str | Path | None, args: Sequence[str] = (), cls: type[C] 
         args: the user's arguments; they win over the file. `--help` prints every field and exits.
         cls: `Config`, or a subclass with sections of one's own.
         prog: command shown in `--help`.
+        check: look at the whole; a command that completes the config first does it then.
 
     Raises:
         ConfigError: naming the key, what was found, what was expected and the nearest right name.
     """
     fields = _flat_fields(cls)
     read = _parse([*_toml_args(file, cls), *_normal_args(args, fields)], cls, prog)
-    check_config(read)
+    if check:
+        check_config(read)
     return read
 
 
@@ -395,6 +399,9 @@ def check_config(c: Config) -> None:
     for name, value in _leaf_values(c):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name} = {value}: expected a finite number")
+        limit = _LIMITS.get(name, 86_400_000 if name.endswith("_ms") else 2**31)
+        if isinstance(value, int | float) and value >= limit:
+            raise ConfigError(f"{name} = {value}: expected less than {limit}")
         if isinstance(value, str) and any(0xD800 <= ord(c) <= 0xDFFF for c in value):
             raise ConfigError(f"{name} = {value!r}: expected UTF-8 text")
     for name, value in [
@@ -444,6 +451,8 @@ def check_config(c: Config) -> None:
     if f.enable:
         _check_fault_tolerance(c)
 
+
+_LIMITS = {"training.threads": 4096}
 
 MAX_UNITS = 10_000
 """Work units a step: what the lighthouse's 4 MiB messages and the sums' headroom are sized for."""

@@ -52,7 +52,7 @@ def run_rank(config: Config, life: str) -> int:
             trainer.train()
             finished = trainer.step == config.training.steps or saves.done_marker(config.job.run_dir)
             code, reason = (EXIT_OK, "finished") if finished else (EXIT_STOPPED, "stopped as asked")
-    except (UserError, OSError) as e:
+    except (UserError, OSError, MemoryError) as e:
         code = e.exit_code if isinstance(e, UserError) else EXIT_FAILED
         reason = str(e)
         print(f"outlast: {e}", file=sys.stderr, flush=True)

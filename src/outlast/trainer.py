@@ -42,8 +42,6 @@ class Trainer:
         UserError: the corpus, the model or the run folder don't fit the config.
     """
 
-    fault_tolerant = False
-
     def __init__(self, config: Config, events: EventLog) -> None:
         t = config.training
         self.config = config
@@ -129,7 +127,7 @@ class Trainer:
             seq_len=self.config.training.seq_len,
             pid=os.getpid(),
             parameters=sum(p.numel() for p in self.params),
-            fault_tolerant=self.fault_tolerant,
+            trainer=type(self).__name__,
             trajectory=self.trajectory(),
         )
 

@@ -1,7 +1,6 @@
 """The fault-tolerant trainer: the plain one, with its seams overridden.
 
-`fault_tolerant(AnyTrainer)` adds it to a trainer by composition. What to do next is `ft/protocol.py`'s word;
-here it is done.
+`fault_tolerant(AnyTrainer)` adds it by composition. What to do next is `ft/protocol.py`'s word; here it is done.
 """
 
 import hashlib
@@ -57,7 +56,6 @@ def fault_tolerant(base: type[Trainer]) -> type[Trainer]:
 class FaultTolerance(Trainer):
     """Seams of the trainer, overridden to train as one of several groups."""
 
-    fault_tolerant = True
     ranks = 1
 
     def begin(self) -> None:
@@ -271,14 +269,16 @@ class FaultTolerance(Trainer):
             with self.pulse.phase(self.times.ask + self.times.phase):
                 answer = self.lighthouse.quorum(action.request, self.ranks)
         except (RuntimeError, TimeoutError, OSError) as e:
-            self.say_retry(f"no answer from the lighthouse: {str(e).splitlines()[0][:200]}")
+            self.say_retry(f"no answer from the lighthouse at {self.address}: {str(e).splitlines()[0][:200]}")
+            if self.stopping and not self.protocol.held:
+                raise Stopped from None
             # Wait until it has heard this group and its peers again, or it would answer one of them alone.
             if not self.pulse.wait_beats(3, self.times.lighthouse):
                 raise StorageError(f"no lighthouse at {self.address} for {self.times.lighthouse:g} s") from None
             return self.protocol.lost(str(e))
         members = {p.name: [p.step, str(p.data.get("held", ""))] for p in answer.participants}
-        seconds = round(time.perf_counter() - started, 6)
-        self.events.emit("quorum", step=self.step + 1, key=answer.key, members=members, seconds=seconds)
+        waited = round(time.perf_counter() - started, 6)
+        self.events.emit("quorum", step=self.step + 1, key=answer.key, members=members, seconds=waited)
         decided = self.protocol.answered(answer)
         self.say_plan(answer.key)
         return decided

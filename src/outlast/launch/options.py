@@ -67,7 +67,7 @@ def read_options(args: Sequence[str]) -> Options:
     resumes = file is None and bool(run_dir) and (Path(run_dir) / "config.toml").exists()
     if resumes:
         file = str(Path(run_dir) / "config.toml")
-    asked = load_config(file, args, cls=LaunchConfig, prog="outlast launch")
+    asked = load_config(file, args, cls=LaunchConfig, prog="outlast launch", check=False)
     if asked.run_dir and asked.job.run_dir and Path(asked.run_dir).absolute() != Path(asked.job.run_dir).absolute():
         raise ConfigError(f"--run-dir {asked.run_dir} contradicts job.run_dir = {asked.job.run_dir}: give one of them")
     size = asked.fault_tolerance.group_size

@@ -46,11 +46,13 @@ class Ending:
         end: how.
         deadline_s: when what still runs is killed (monotonic).
         terminated: groups were asked to stop; otherwise they are given time to finish.
+        killed: they were killed; when the deadline passes again, whoever should report it is stuck.
     """
 
     end: policy.End
     deadline_s: float
     terminated: bool
+    killed: bool = False
 
 
 class Supervisor:
@@ -75,6 +77,7 @@ class Supervisor:
         entry: str = ENTRY,
     ) -> None:
         self.options = options
+        self._stuck = False
         self.folder = folder
         self.address = address
         self._hub = Hub(folder.path, screen)
@@ -107,9 +110,11 @@ class Supervisor:
         end = policy.End(EXIT_FAILED, "launch failed")
         try:
             self._open()
-            while self._ending is None or self._fleet.is_active():
+            while self._ending is None or (self._fleet.is_active() and not self._stuck):
                 self._turn()
             end = self._ending.end
+            if end.code == EXIT_STOPPED and any(g.outcome == "finished" for g in self._fleet.groups):
+                end = policy.End(EXIT_OK, "finished")  # asked to stop when there was nothing left to do
         except UserError as e:
             end = policy.End(e.exit_code, str(e))
             raise
@@ -240,8 +245,9 @@ class Supervisor:
 
     def _kill(self, why: str) -> None:
         assert self._ending
+        self._stuck = self._ending.killed and time.monotonic() > self._ending.deadline_s
         self._fleet.kill(why)
-        self._ending = Ending(self._ending.end, time.monotonic() + KILL_S, True)
+        self._ending = Ending(self._ending.end, time.monotonic() + KILL_S, terminated=True, killed=True)
 
     def _sum_up(self, end: policy.End) -> None:
         for text in chaos.undone(self.options.schedule, self._chaos):
@@ -357,6 +363,11 @@ def launch_command(args: Sequence[str], preload: Sequence[str] = PRELOAD, entry:
     check_torchft()
     from outlast.data.corpus import open_corpus  # numpy: not for `--help`
 
+    host = options.config.fault_tolerance.host
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError as e:
+        raise ConfigError(f"fault_tolerance.host = {host!r} isn't an address of this machine: {e.strerror}") from None
     open_corpus(options.config.data)  # once, before anything starts; the groups find it ready
     address = choose_address(options.config.fault_tolerance.lighthouse)
     with contextlib.closing(RunFolder(make_run_dir(options.run_dir, options.config_file))) as folder:
