@@ -399,7 +399,7 @@ def check_config(c: Config) -> None:
     for name, value in _leaf_values(c):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name} = {value}: expected a finite number")
-        limit = _LIMITS.get(name, 86_400_000 if name.endswith("_ms") else 2**31)
+        limit = _LIMITS.get(name, 2**31 if isinstance(value, int) else math.inf)
         if isinstance(value, int | float) and value >= limit:
             raise ConfigError(f"{name} = {value}: expected less than {limit}")
         if isinstance(value, str) and any(0xD800 <= ord(c) <= 0xDFFF for c in value):
@@ -452,7 +452,7 @@ def check_config(c: Config) -> None:
         _check_fault_tolerance(c)
 
 
-_LIMITS = {"training.threads": 4096}
+_LIMITS = {"training.threads": 4096, "training.unit_pause_ms": 86_400_000, "training.seed": 2**63}
 
 MAX_UNITS = 10_000
 """Work units a step: what the lighthouse's 4 MiB messages and the sums' headroom are sized for."""
