@@ -7,13 +7,14 @@ the ratio of the quickest steps of all rounds, which a busy machine disturbs lea
 times, the fault-tolerant ones --ft-rounds times: there, 2 groups stand against 2 plain processes at the same time on as
 many units. Prints one JSON line; what is going on goes to stderr.
 
-On a machine that others use, --patience gives seconds for waiting until they take less than --others of its CPU time,
-and for repeating runs in which they took more; the quietest try counts.
+On a machine that others use, --patience gives seconds for waiting until they take less than --others of its CPU time
+(besides cores that a run leaves free), and for repeating runs in which they took more; the quietest try counts.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -53,25 +54,26 @@ class Bench:
         """Take one measurement under a name. The peer's is left out where there is no peer."""
         if peer and self.peer is None:
             return
-        tries = []
+        tries, cores = [], os.cpu_count() or 1
+        limit = self.others + max(0, cores - work.copies) / cores
         while True:
-            self._wait_for_quiet()
+            self._wait_for_quiet(limit)
             began = time.monotonic()
             result = self._run_peer(work) if peer else run(work, self.folder)
             if any(result["rc"]) or "median_s" not in result:
                 raise SystemExit(f"bench/compare.py: {name} failed: {json.dumps(result)}")
             print(f"{name}: {result['median_s']:.4f} s, others {result['others']:.0%}", file=sys.stderr, flush=True)
             tries.append(result)
-            if result["others"] <= self.others or self.patience_s <= 0:
+            if result["others"] <= limit or self.patience_s <= 0:
                 break
             self.patience_s -= time.monotonic() - began
         self.runs.setdefault(name, []).append(min(tries, key=lambda r: r["others"]))
 
-    def _wait_for_quiet(self) -> None:
+    def _wait_for_quiet(self, limit: float) -> None:
         while self.patience_s > 0:
             meter = OthersMeter()
             time.sleep(LOOK_S)
-            if meter.share() <= self.others:
+            if meter.share() <= limit:
                 return
             self.patience_s -= LOOK_S
 

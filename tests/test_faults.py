@@ -58,10 +58,10 @@ def clean() -> Iterator[None]:
 
 def test_lighthouse_deaths_a_killed_donor_and_a_paused_group(tmp_path: Path) -> None:
     chaos = (
-        "kill lighthouse at step 2; kill lighthouse at step 4; stop lighthouse for 2s at step 6; "
-        "kill lighthouse at step 8; kill g0 at step 10; stop g1 for 3s at step 33"
+        "kill lighthouse at step 2; kill lighthouse at step 3; stop lighthouse for 2s at step 4; "
+        "kill lighthouse at step 7; kill g0 at step 9; stop g1 for 3s at step 32"
     )
-    timing: dict[str, Any] = {"training__unit_pause_ms": 40, "fault_tolerance__process_group_timeout_ms": 1000}
+    timing: dict[str, Any] = {"training__unit_pause_ms": 50, "fault_tolerance__process_group_timeout_ms": 1000}
     run = Launch(tmp_path / "run", 3, chaos, **timing)
     verdict = run.same_bits()
     events = run.events()
@@ -80,8 +80,8 @@ def test_lighthouse_deaths_a_killed_donor_and_a_paused_group(tmp_path: Path) -> 
     assert not [e for e in events if e["kind"] == "died" and e["t"] < killed]
 
     # C3: the one that came back has the others' rate, weights and optimizer state for the next 20 steps.
-    back = next(e for e in events if e["kind"] == "heal" and e["t"] > killed)
-    assert back["group"] == 0 and back["donor"] in first
+    back = next(e for e in events if e["kind"] == "heal" and e["t"] > killed and e["group"] == 0)
+    assert back["donor"] in first and name_of(back) not in first
     expected = reference()
     rates = {s.step: s.lr for s in expected.history}
     for step in range(back["step"] + 1, back["step"] + 21):
@@ -94,10 +94,11 @@ def test_lighthouse_deaths_a_killed_donor_and_a_paused_group(tmp_path: Path) -> 
 
     # The others went on without the paused one, which committed nothing it had missed and then healed.
     missed = {e["step"] for e in commits if stopped < e["t"] < continued}
+    missed -= {e["step"] for e in commits if e["group"] == 1 and e["t"] <= stopped}
     assert missed and {e["group"] for e in commits if e["step"] in missed and e["t"] < continued} == {0, 2}
     assert not [e for e in commits if e["group"] == 1 and e["step"] in missed - {min(missed)}]
-    healed = next(e for e in events if e["kind"] == "heal" and e["t"] > continued)
-    assert healed["group"] == 1 and healed["step"] >= max(missed) and name_of(healed) in first, "by the same process"
+    healed = next(e for e in events if e["kind"] == "heal" and e["t"] > continued and e["group"] == 1)
+    assert healed["step"] >= max(missed) and name_of(healed) in first, "by the same process"
     assert {i.kind for i in verdict.incidents} >= {"lighthouse", "kill", "stop"}
 
 
@@ -105,7 +106,7 @@ def test_lighthouse_deaths_a_killed_donor_and_a_paused_group(tmp_path: Path) -> 
 
 
 def test_groups_join_fail_and_all_die(tmp_path: Path) -> None:
-    run = Launch(tmp_path / "run", 2, training__unit_pause_ms=30, checkpoint__interval=5)
+    run = Launch(tmp_path / "run", 2, training__unit_pause_ms=20, checkpoint__interval=5)
     run.wait_step(2)
     assert "added g2" in run.join()  # C16: one more than expected
     run.wait_commits(2, 3)
@@ -165,7 +166,7 @@ def freeze_in_a_step(run: Launch, group: int) -> None:
 
 
 def test_without_saves_four_groups_become_three(tmp_path: Path) -> None:
-    run = Launch(tmp_path / "run", 4, "kill g3 at step 5", checkpoint__enable="false", training__unit_pause_ms=40)
+    run = Launch(tmp_path / "run", 4, "kill g3 at step 5", checkpoint__enable="false", training__unit_pause_ms=25)
     run.wait_step(6)
     run.wait_commits(3, after=eventually(lambda: run.events("chaos"), "the kill")[0]["t"])
 
@@ -409,6 +410,8 @@ def relay(target: int, cut_after: int, hang: bool = False) -> Iterator[int]:
                 left -= len(data)
             if hang:
                 over.wait(10)
+            for end in (reader, to):
+                end.shutdown(socket.SHUT_RDWR)  # closing alone waits for the thread that reads from it
 
     def pump(source: socket.socket, to: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -445,6 +448,6 @@ def test_what_cannot_go_on_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_seen_at_the_start(tmp_path: Path) -> None:
     with tiny_disk(tmp_path / "disk", "256k") as disk:
-        for command in ("launch", "train"):
-            run = Process(tmp_path / "out", command, *settings(), f"--job.run_dir={disk}/run")
+        args = [*settings(), f"--job.run_dir={disk}/run"]
+        for run in [Process(tmp_path / command, command, *args) for command in ("launch", "train")]:
             assert f"run folder {disk}/run can't be written: No space left on device" in run.refusal()
