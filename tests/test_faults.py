@@ -59,11 +59,12 @@ def clean() -> Iterator[None]:
 def test_lighthouse_deaths_a_killed_donor_and_a_paused_group(tmp_path: Path) -> None:
     chaos = (
         "kill lighthouse at step 2; kill lighthouse at step 3; stop lighthouse for 2s at step 4; "
-        "kill lighthouse at step 7; kill g0 at step 9; stop g1 for 3s at step 32"
+        "kill lighthouse at step 7; kill g0 at step 9; stop g1 for 3s at step 40"
     )
     timing: dict[str, Any] = {"training__unit_pause_ms": 50, "fault_tolerance__process_group_timeout_ms": 1000}
-    run = Launch(tmp_path / "run", 3, chaos, **timing)
-    verdict = run.same_bits()
+    longer = {"training__steps": 60}
+    run = Launch(tmp_path / "run", 3, chaos, **timing, **longer)
+    verdict = run.same_bits(**longer)
     events = run.events()
     faults = [(e["action"], e["target"], e["t"]) for e in events if e["kind"] == "chaos"]
     assert [f[:2] for f in faults] == [
@@ -82,7 +83,7 @@ def test_lighthouse_deaths_a_killed_donor_and_a_paused_group(tmp_path: Path) -> 
     # C3: the one that came back has the others' rate, weights and optimizer state for the next 20 steps.
     back = next(e for e in events if e["kind"] == "heal" and e["t"] > killed and e["group"] == 0)
     assert back["donor"] in first and name_of(back) not in first
-    expected = reference()
+    expected = reference(**longer)
     rates = {s.step: s.lr for s in expected.history}
     for step in range(back["step"] + 1, back["step"] + 21):
         ours = [e for e in commits if e["step"] == step and e["t"] > killed]
@@ -126,17 +127,13 @@ def test_groups_join_fail_and_all_die(tmp_path: Path) -> None:
     assert retry["held"], "what a survivor had computed is kept"
 
     since = run.events()[-1]["t"]  # three lose two, and regain them
-    for group in (0, 1):
-        run.kill(group)
-    for group in (0, 1):
-        run.wait_commits(group, after=since)
-    assert {e["group"] for e in run.events("heal") if e["t"] > since} == {0, 1}
+    for group, pid in [(group, run.kill(group)) for group in (0, 1)]:
+        run.wait_back(group, pid)
+    assert {e["group"] for e in run.events("died") if e["t"] > since} == {0, 1}, "the third went on"
 
     since = run.events()[-1]["t"]  # all at once: back from the save
-    for group in (0, 1, 2):
-        run.kill(group)
-    for group in (0, 1, 2):
-        run.wait_commits(group, after=since)
+    for group, pid in [(group, run.kill(group)) for group in (0, 1, 2)]:
+        run.wait_back(group, pid)
     loads = [e for e in run.events("checkpoint") if e["action"] == "load" and e["t"] > since]
     assert {e["group"] for e in loads} == {0, 1, 2} and {e["step"] % 5 for e in loads} == {0}
 

@@ -110,8 +110,13 @@ class SnapshotServer:
             def do_GET(self) -> None:
                 outer.answer(self)
 
-        self._server = ThreadingHTTPServer((host, 0), Handler)
-        self._server.daemon_threads = True
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """Silent: a reader that went away, or died, is no error of ours."""
+
+        self._server = Server((host, 0), Handler)
         self.port = self._server.server_address[1]
         self.address = f"{host}:{self.port}"
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="snapshots", daemon=True).start()
@@ -223,6 +228,8 @@ def _fetch(
 ) -> Fetched:
     raw = _manifest(connection, token, base, min(end, time.monotonic() + wait_s))
     manifest = json.loads(raw)
+    if f"/{manifest['step']}/{manifest['lineage']}" != base:
+        raise TransferError("its manifest is of another commit")
     layout, hashes = manifest["tensors"], manifest["hashes"]
     if layout != _layout(state):
         raise TransferError("its tensors aren't this model's")

@@ -93,6 +93,7 @@ class Lighthouse:
         self.address = address
         self._times = times
         self._client: LighthouseClient | None = None
+        self._last: tuple[int, list[str]] = (0, [])
 
     def wait_until_there(self) -> None:
         """Wait until something accepts connections there.
@@ -135,6 +136,9 @@ class Lighthouse:
         except Exception:
             self._client = None
             raise
+        before, self._last = self._last, (int(q.quorum_id), [m.replica_id for m in q.participants])
+        if self._last[0] <= before[0] and self._last[1] != before[1]:  # its count of changes started from 0
+            raise RuntimeError("it has started anew, and may not have heard of everyone yet")
         members = [
             Participant(
                 m.replica_id, m.step, m.address, m.store_address, {str(k): v for k, v in (m.data or {}).items()}

@@ -338,20 +338,13 @@ class FaultTolerance(Trainer):
 
     def heal(self, action: Heal) -> Action:
         """Take the whole state of a donor, or nothing."""
-        started = time.perf_counter()
+        started, t = time.perf_counter(), self.times
         self.plane.cancel()
         state = self.state()
         try:
-            with self.pulse.phase(self.times.phase):
-                got = transfer.fetch(
-                    action.address,
-                    self.token,
-                    action.step,
-                    action.lineage,
-                    state,
-                    self.times.exchange,
-                    self.times.phase,
-                )
+            with self.pulse.phase(t.phase):
+                wanted = (action.step, action.lineage, state)
+                got = transfer.fetch(action.address, self.token, *wanted, t.exchange, t.phase)
         except transfer.TransferError as e:
             self.events.emit("heal_failed", donor=action.donor, cause=str(e))
             return self.protocol.heal_failed(f"{action.donor}: {e}")

@@ -53,6 +53,8 @@ class Edge:
         self.frozen_until = 0.0
         self.inbox: list[Any] = []
         self.beat_from = 0.0
+        self.last: tuple[int, list[str]] = (0, [])
+        """Number of the last membership, by the lighthouse's count, and its names."""
         self.late: Quorum | None = None
         """An answer that was lost on the way, and may yet arrive."""
         self.address = f"{uid}"
@@ -79,7 +81,13 @@ class Edge:
             yield w.delay()
             return late
         w.ask_lighthouse(self, self.ticket, request)
-        return (yield w.times.ask)
+        answer = yield w.times.ask
+        if isinstance(answer, Quorum):
+            number, members = int(answer.key.split(".")[0]), [p.name for p in answer.participants]
+            before, self.last = self.last, (number, members)
+            if number <= before[0] and members != before[1]:
+                return Failed("it has started anew, and may not have heard of everyone yet")
+        return answer
 
     def wait_for_lighthouse(self) -> Waits:
         """Until it has heard this group a few times."""
