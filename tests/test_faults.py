@@ -62,7 +62,7 @@ def test_lighthouse_deaths_a_killed_donor_and_a_paused_group(tmp_path: Path) -> 
         "kill lighthouse at step 7; kill g0 at step 9; stop g1 for 3s at step 40"
     )
     timing: dict[str, Any] = {"training__unit_pause_ms": 50, "fault_tolerance__process_group_timeout_ms": 1000}
-    longer = {"training__steps": 60}
+    longer: dict[str, Any] = {"training__steps": 60}
     run = Launch(tmp_path / "run", 3, chaos, **timing, **longer)
     verdict = run.same_bits(**longer)
     events = run.events()
