@@ -443,7 +443,7 @@ def test_help_shows_every_field_with_its_meaning(tmp_path: Path):
     done = outlast("train", "--help", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stdout).split())
-    source = (Path(cli.__file__).parent / "config.py").read_text()
+    source = (Path(cli.__file__).parent / "config/sections.py").read_text()
     for section in dataclasses.fields(Config):
         for f in dataclasses.fields(type(getattr(Config(), section.name))):
             assert f"--{section.name}.{f.name}" in shown, f.name

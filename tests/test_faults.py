@@ -364,8 +364,10 @@ def test_a_booby_trap_is_neither_run_nor_installed(tmp_path: Path) -> None:
         with pytest.raises(TransferError, match="chunk 3 isn't"):
             take(server.address)
 
-        # One whose manifest is a trap, or of another model.
-        for manifest in (trap, b"", b"[]", b"{}", b'{"tensors": [], "hashes": []}', genuine.manifest[:-1]):
+        # One whose manifest is a trap, or of another model, or of another commit.
+        older = genuine.manifest.replace(b'"step": 7', b'"step": 6')
+        assert older != genuine.manifest
+        for manifest in (trap, b"", b"[]", b"{}", b'{"tensors": [], "hashes": []}', genuine.manifest[:-1], older):
             server.snapshot = dataclasses.replace(genuine, manifest=manifest)
             with pytest.raises(TransferError):
                 take(server.address)

@@ -238,6 +238,7 @@ def test_a_lighthouse_comes_back_at_once_unless_it_can_not_live() -> None:
     assert policy.after_lighthouse(-9, lived_s=99.0, fruitless=5).restart_in_s == 0.0
     assert policy.after_lighthouse(2, lived_s=99.0, fruitless=0).restart_in_s == 0.0
     assert policy.after_lighthouse(1, lived_s=0.1, fruitless=5).outcome == "given up"
+    assert policy.after_lighthouse(-9, lived_s=1.0, fruitless=5).restart_in_s == 0.0
     assert policy.after_lighthouse(-9, lived_s=0.1, fruitless=5, chaos=True).restart_in_s == 0.0
 
 
