@@ -46,7 +46,7 @@ def train(flavor: str, dtype: str, threads: int, num_bytes: int) -> str:
                 logits = model(batch[:, :-1])
             loss, tokens = token_loss(logits, batch[:, 1:])
             (loss * sums.scale).backward()
-            assert sums.add(unit, loss, tokens)
+            assert sums.add(unit, loss, tokens)[0]
         totals = sums.settle()
         seen.update(totals.grad.numpy().tobytes())
         clip_(totals.grad, sum_of_squares(totals.grad) ** 0.5, 1.0)

@@ -53,7 +53,7 @@ def add(sums: Sums, number: int, unit: Unit) -> bool:
     """Add a unit as the trainer does."""
     for p, g in zip(sums.params, unit.grads, strict=True):
         p.grad = g.clone()
-    return sums.add(number, torch.tensor(unit.loss), unit.tokens)
+    return sums.add(number, torch.tensor(unit.loss), unit.tokens)[0]
 
 
 @dataclass

@@ -4,7 +4,10 @@
 order and any grouping, whoever computed the units. `FloatSums` adds in fp32: same samples, float rounding.
 
 Both keep a *ledger* beside the gradients: how often each unit was added, its flags, the loss in fixed
-point and the number of tokens. Everything in it is an integer, so it is exact in either mode.
+point, the number of tokens and a sum of the samples' hashes. Everything in it is an integer, so it is exact in
+either mode.
+
+Where a group has several ranks each keeps the sums of its shards, and all of them the same ledger.
 """
 
 import math
@@ -15,6 +18,10 @@ from dataclasses import dataclass
 import torch
 import xxhash
 from torch import Tensor
+
+from outlast.events import HASH_BITS
+from outlast.parallel import like, local
+from outlast.ranks import Ranks
 
 Wait = Callable[[], None]
 Exchange = Callable[[Tensor], Wait]
@@ -43,7 +50,9 @@ class Totals:
     Attributes:
         loss: mean over the step's tokens, nats; NaN if there are bad units.
         tokens: targets that counted.
-        grad: fp32 mean gradient, flat, in the order of the parameters; each `p.grad` is a view of it.
+        data: hash of the samples, a sum of theirs; see `add`.
+        grad: fp32 mean gradient of this rank's shards, flat, in the order of the parameters; each `p.grad` is a view
+            of it.
         bad_units: units whose gradient or loss wasn't finite, or was out of range. `grad` means nothing then.
         seal: sum of everyone's seals.
         hash: of the ledger and, after an exchange, of the summed bits; equal wherever the sums are.
@@ -51,6 +60,7 @@ class Totals:
 
     loss: float
     tokens: int
+    data: int
     grad: Tensor
     bad_units: tuple[int, ...]
     seal: int
@@ -64,55 +74,68 @@ class Sums:
         params: trainable parameters, in a fixed order. Their gradients must be None when a unit starts.
         units: work units a step, M.
         unit_tokens: tokens of a whole unit; only its power of two matters.
+        ranks: of this group.
     """
 
     dtype: torch.dtype
 
-    def __init__(self, params: Sequence[Tensor], units: int, unit_tokens: int) -> None:
+    def __init__(self, params: Sequence[Tensor], units: int, unit_tokens: int, ranks: Ranks | None = None) -> None:
         self.params = list(params)
         self.units = units
+        self.ranks = ranks or Ranks()
         self.scale = 2.0 ** -math.ceil(math.log2(unit_tokens))
         """What a unit's summed loss is multiplied by before its backward: a power of two, so exact."""
         self.device = self.params[0].device
         self.piece = PIECE_BYTES // self.dtype.itemsize
-        self.size = sum(p.numel() for p in self.params)
+        self._shapes = [local(p).shape for p in self.params]
+        self.size = sum(s.numel() for s in self._shapes)
         self._flat = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         self._grad = torch.zeros(self.size, dtype=torch.float32, device=self.device)
-        self._views = [v.view(p.shape) for v, p in zip(self._split(self._grad), self.params, strict=True)]
-        self._ledger = torch.zeros(2 * units + 3, dtype=torch.int64)  # added[M], flags[M], loss, tokens, seal
+        parts = zip(self._split(self._grad), self._shapes, self.params, strict=True)
+        self._views = [like(v.view(shape), p) for v, shape, p in parts]
+        self._ledger = torch.zeros(2 * units + 4, dtype=torch.int64)  # added[M], flags[M], loss, tokens, data, seal
         self._empty = True
         self._spare: list[Tensor] = []
 
     def _split(self, flat: Tensor) -> list[Tensor]:
-        return list(flat.split([p.numel() for p in self.params]))
+        return list(flat.split([s.numel() for s in self._shapes]))
 
-    def add(self, unit: int, loss_sum: Tensor, tokens: int) -> bool:
+    def add(self, unit: int, loss_sum: Tensor, tokens: int, data: int = 0) -> tuple[bool, int]:
         """Take one unit's gradients, whole, out of the parameters.
+
+        The unit is flagged if any rank's part isn't finite or is out of range: it counts as added, with nothing in
+        it, and the step's update will be skipped. A function of the unit alone, so everyone would come to the same.
 
         Args:
             unit: its number, 0 to M-1.
-            loss_sum: summed loss of its tokens, nats; its backward has run on `loss_sum * scale`.
-            tokens: targets that counted.
+            loss_sum: summed loss of this rank's tokens, nats; the backward has run on `loss_sum * scale`.
+            tokens: this rank's targets that counted.
+            data: sum of the hashes of this rank's samples, below 2**`HASH_BITS` each.
 
         Returns:
-            False if the unit is flagged: it counts as added, with nothing in it, and the step's update will be
-            skipped. A function of the unit alone, so everyone would come to the same.
+            Whether the unit isn't flagged, and the sum of its samples' hashes, modulo 2**`HASH_BITS`.
         """
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.params]
+        grads = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params]
         loss = float(loss_sum.detach())
         loss_fixed = loss * 2.0**LOSS_BITS
-        good = math.isfinite(loss) and abs(loss_fixed) <= 2**62 / self.units and self._in_range(grads)
-        if good:
+        good = math.isfinite(loss) and abs(loss_fixed) <= 2**62 / (self.units * self.ranks.size)
+        good = good and self._in_range(grads)
+        whole = torch.tensor([int(not good), round(loss_fixed) if good else 0, tokens, data % 2**HASH_BITS])
+        self.ranks.sum_(whole)
+        bad, loss_fixed, tokens, data = whole.tolist()
+        data %= 2**HASH_BITS
+        if not bad:
             for into, grad in zip(self._split(self._flat), grads, strict=True):
                 self._add(into, grad.reshape(-1), self._empty)
             self._empty = False
-            self._ledger[2 * self.units] += round(loss_fixed)
+            self._ledger[2 * self.units] += loss_fixed
         self._ledger[unit] += 1
-        self._ledger[self.units + unit] += int(not good)
+        self._ledger[self.units + unit] += int(bool(bad))
         self._ledger[2 * self.units + 1] += tokens
+        self._ledger[2 * self.units + 2] += data
         for p in self.params:
             p.grad = None
-        return good
+        return not bad, data
 
     def clear(self) -> None:
         """Forget all units. The next `add` starts from nothing."""
@@ -137,7 +160,7 @@ class Sums:
             exchange(ledger)()
         self._check(ledger[: self.units], "ledger")
         bad = tuple(ledger[self.units : 2 * self.units].nonzero().flatten().tolist())
-        loss_fixed, tokens, total_seal = ledger[2 * self.units :].tolist()
+        loss_fixed, tokens, data, total_seal = ledger[2 * self.units :].tolist()
         ledger[-1] = 0
         digest = xxhash.xxh3_128(_bytes(ledger))
         if self._empty:
@@ -151,7 +174,7 @@ class Sums:
             for p, g in zip(self.params, self._views, strict=True):
                 p.grad = g
         loss = math.nan if bad else loss_fixed / 2.0**LOSS_BITS / max(tokens, 1)
-        return Totals(loss, tokens, self._grad, bad, total_seal, digest.hexdigest())
+        return Totals(loss, tokens, data % 2**HASH_BITS, self._grad, bad, total_seal, digest.hexdigest())
 
     def _settle_pieces(self, exchange: Exchange, factor: float, digest: xxhash.xxh3_128) -> None:
         """Copy, exchange, check and convert piece by piece, one in flight while the next is prepared.
@@ -214,17 +237,17 @@ class ExactSums(Sums):
 
     dtype = torch.int64
 
-    def __init__(self, params: Sequence[Tensor], units: int, unit_tokens: int) -> None:
-        super().__init__(params, units, unit_tokens)
+    def __init__(self, params: Sequence[Tensor], units: int, unit_tokens: int, ranks: Ranks | None = None) -> None:
+        super().__init__(params, units, unit_tokens, ranks)
         self.bits = 62 - math.ceil(math.log2(units)) - RANGE_BITS
-        self.chunk = min(_CHUNK.get(self.device.type, _CHUNK_ELSEWHERE), self.size)
+        self.chunk = max(1, min(_CHUNK.get(self.device.type, _CHUNK_ELSEWHERE), self.size))
         self._float = torch.empty(self.chunk, dtype=torch.float32, device=self.device)
         self._int = torch.empty(self.chunk, dtype=torch.int64, device=self.device)
         self._double = torch.empty(self.chunk, dtype=torch.float64, device=self.device)
 
     def _in_range(self, grads: Sequence[Tensor]) -> bool:
-        peaks = torch.stack([torch.stack(g.aminmax()).float() for g in grads])  # NaN survives
-        return bool(peaks.abs().amax() <= 2.0**RANGE_BITS)
+        peaks = [torch.stack(g.aminmax()).float() for g in grads if g.numel()]  # NaN survives
+        return not peaks or bool(torch.stack(peaks).abs().amax() <= 2.0**RANGE_BITS)
 
     def _add(self, into: Tensor, grad: Tensor, first: bool) -> None:
         for to, g in zip(into.split(self.chunk), grad.split(self.chunk), strict=True):
@@ -259,9 +282,9 @@ class FloatSums(Sums):
         torch.mul(total, factor, out=grad)
 
 
-def make_sums(kind: str, params: Sequence[Tensor], units: int, unit_tokens: int) -> Sums:
+def make_sums(kind: str, params: Sequence[Tensor], units: int, unit_tokens: int, ranks: Ranks | None = None) -> Sums:
     """`training.accumulation` -> the sums."""
-    return {"exact": ExactSums, "float": FloatSums}[kind](params, units, unit_tokens)
+    return {"exact": ExactSums, "float": FloatSums}[kind](params, units, unit_tokens, ranks)
 
 
 def _bytes(t: Tensor) -> memoryview:

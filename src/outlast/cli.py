@@ -52,16 +52,20 @@ def _command(where: str) -> Callable[[list[str]], int]:
 
 
 def train_command(args: list[str]) -> int:
-    """`outlast train [--config FILE] [--section.key=value …]`."""
+    """`outlast train [--config FILE] [--section.key=value …]`, as one process or as a rank under torchrun."""
     from outlast import saves
-    from outlast.config import load_config, new_run_dir, take_config_file, with_run_dir
+    from outlast.config import check_config, load_config, new_run_dir, take_config_file, with_run_dir
+    from outlast.seat import Seat
 
     file, rest = take_config_file(args)
-    config = load_config(file, rest, prog="outlast train")
+    seat = Seat.from_env()
+    config = load_config(file, rest, prog="outlast train", check=False)
+    check_config(config, seat.size)
     if not config.job.run_dir:
-        config = with_run_dir(config, new_run_dir(file))
-    saves.make_run_dir(config.job.run_dir)
-    print(f"run folder {config.job.run_dir}", flush=True)
+        config = with_run_dir(config, new_run_dir(file))  # rank 0's counts
+    if seat.rank == 0:
+        saves.make_run_dir(config.job.run_dir)
+        print(f"run folder {config.job.run_dir}", flush=True)
 
     from outlast.rank import new_life, run_rank
 

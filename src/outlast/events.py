@@ -16,6 +16,8 @@ from typing import Any
 from outlast.errors import StorageError
 
 VERSION = 1
+HASH_BITS = 48
+"""Of a sample's hash in events: sums of 32,768 samples' fit into 63 bits."""
 
 
 class EventLog:
@@ -62,6 +64,20 @@ class EventLog:
     def close(self) -> None:
         """Nothing can be emitted after this."""
         os.close(self._fd)
+
+
+class NoEvents(EventLog):
+    """Of the ranks above 0: what rank 0 says, it says for its group."""
+
+    def __init__(self, **common: Any) -> None:
+        self.common = common
+
+    def emit(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Write nothing."""
+        return {"v": VERSION, "kind": kind, **self.common, **fields}
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class EventTail:
@@ -112,6 +128,11 @@ def _parse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             continue  # a process died in the middle of a line
         if isinstance(event, dict) and isinstance(event.get("t"), int | float) and {"kind", "v"} <= event.keys():
             yield event
+
+
+def since(started: float) -> float:
+    """Seconds since a reading of `time.perf_counter`, to the microsecond."""
+    return round(time.perf_counter() - started, 6)
 
 
 def to_ranges(numbers: Iterable[int]) -> str:

@@ -1,5 +1,6 @@
 """The body of one rank's process: make the trainer, run it, end in good order."""
 
+import dataclasses
 import os
 import signal
 import sys
@@ -8,11 +9,16 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from outlast import saves
-from outlast.config import Config
+from outlast.config import Config, with_run_dir
 from outlast.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, StorageError, UserError
-from outlast.events import EventLog
+from outlast.events import EventLog, NoEvents
+from outlast.ranks import Ranks, first_line, pick_device
+from outlast.seat import Seat
+from outlast.sockets import address_of, keep_to
+from outlast.times import Times
 from outlast.trainer import Trainer
 
 
@@ -42,26 +48,62 @@ def run_rank(config: Config, life: str) -> int:
     events: EventLog | None = None
     trainer: Trainer | None = None
     try:
-        events = EventLog(config.job.run_dir, f"g{group}.{life}", group=group, life=life, rank=0)
-        trainer = trainer_class(config)(config, events)
+        seat = Seat.from_env()
+        config = _on_its_network(config, seat)
+        ranks = Ranks(seat, pick_device(config.training.device, seat.local_rank), Times.of(config.fault_tolerance).lost)
+        life, run_dir = ranks.first([life, config.job.run_dir])
+        config = with_run_dir(config, run_dir)
+        who: dict[str, Any] = {"group": group, "life": life, "rank": ranks.rank}
+        events = EventLog(config.job.run_dir, f"g{group}.{life}", **who) if ranks.rank == 0 else NoEvents(**who)
+        trainer = trainer_class(config)(config, events, ranks)
         _stop_on_signal(trainer)
-        if done := saves.done_marker(config.job.run_dir):
+        if done := ranks.first(saves.done_marker(config.job.run_dir)):
             code, reason = EXIT_OK, _nothing_to_do(trainer, done)
-            print(reason, flush=True)
+            _say(trainer, reason)
         else:
             trainer.train()
-            finished = trainer.step == config.training.steps or saves.done_marker(config.job.run_dir)
+            finished = trainer.step == config.training.steps or ranks.first(saves.done_marker(config.job.run_dir))
             code, reason = (EXIT_OK, "finished") if finished else (EXIT_STOPPED, "stopped as asked")
+        ranks.close()
     except (UserError, OSError, MemoryError) as e:
         code = e.exit_code if isinstance(e, UserError) else EXIT_FAILED
         reason = str(e)
         print(f"outlast: {e}", file=sys.stderr, flush=True)
+    except RuntimeError as e:
+        if not _is_loss_of_a_rank(e):
+            raise
+        code, reason = EXIT_FAILED, f"another rank of this group is gone or stuck: {first_line(e)}"
+        print(f"outlast: {reason}", file=sys.stderr, flush=True)
     if events is not None:
         try:
             events.emit("exit", code=code, step=trainer.step if trainer else 0, reason=reason)
         except StorageError as e:
             print(f"outlast: {e}", file=sys.stderr, flush=True)
     return code
+
+
+def _on_its_network(config: Config, seat: Seat) -> Config:
+    """Keep all connections to the configured address; a plain group on one machine to loopback.
+
+    Raises:
+        UserError: the interface isn't there.
+    """
+    ft = config.fault_tolerance
+    if ft.interface:
+        ft = dataclasses.replace(ft, host=address_of(ft.interface))
+    if ft.enable or os.environ.get("LOCAL_WORLD_SIZE", str(seat.size)) == str(seat.size):
+        keep_to(ft.host)
+    return dataclasses.replace(config, fault_tolerance=ft)
+
+
+def _say(trainer: Trainer, text: str) -> None:
+    if trainer.ranks.rank == 0:
+        print(text, flush=True)
+
+
+def _is_loss_of_a_rank(error: RuntimeError) -> bool:
+    """Whether it came out of a collective: torch has no class of its own for Gloo's errors."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error) or "Gloo" in str(error)
 
 
 def _nothing_to_do(trainer: Trainer, done: dict[str, Any]) -> str:

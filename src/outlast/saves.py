@@ -81,26 +81,36 @@ def make_run_dir(run_dir: str | Path) -> None:
 _ROOM = 1 << 20  # bytes that must be free at the start: the first events
 
 
+def file_facts(path: Path) -> dict[str, Any]:
+    """A file's entry in a manifest."""
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
 @contextlib.contextmanager
-def whole_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `final` in one rename, synced, if the body doesn't raise."""
+def temporary_folder(final: Path) -> Iterator[Path]:
+    """An empty folder beside `final`, to be given its name by `make_final`; else it is removed."""
     temporary = final.with_name(f".{final.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)  # an earlier life had this process id: in a container all do
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for path in temporary.iterdir():
-            _sync(path)
-        _sync(temporary)
-        if final.exists():  # a save that isn't whole, or the same one
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _sync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def make_final(temporary: Path, final: Path) -> None:
+    """Sync a folder and rename it: it is there whole, or not at all."""
+    for path in temporary.iterdir():
+        sync(path)
+    sync(temporary)
+    if final.exists():  # a save that isn't whole, or the same one
+        shutil.rmtree(final)
+    temporary.rename(final)
+    sync(final.parent)
+
+
+def sync(path: Path) -> None:
+    """Have what was written survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -125,7 +135,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a small file whole: a reader sees the old one or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
-    _sync(temporary)
+    sync(temporary)
     temporary.rename(path)
 
 

@@ -19,6 +19,7 @@ class Times:
     first_unit: float  # the first one: nothing is known yet
     phase: float  # start, heal, digest, save
     lighthouse: float  # without a lighthouse, then give up
+    lost: float  # a collective inside a group, then its other ranks count as lost
 
     @classmethod
     def of(cls, config: FaultTolerance) -> "Times":
@@ -37,4 +38,5 @@ class Times:
             first_unit=240 * beat,
             phase=240 * beat,
             lighthouse=1200 * beat,
+            lost=1200 * beat,
         )

@@ -22,6 +22,7 @@ import xxhash
 from torch import Tensor
 
 from outlast.checkpoint import tensor_bytes
+from outlast.parallel import local
 
 CHUNK = 8 << 20
 _MAX_MANIFEST = 64 << 20
@@ -46,7 +47,7 @@ class Snapshot:
 
 
 def take_snapshot(state: Mapping[str, Tensor], step: int, lineage: str, facts: Mapping[str, Any]) -> Snapshot:
-    """Copy a state at a step boundary, on the training thread.
+    """Copy this rank's part of a state at a step boundary, on the training thread.
 
     Args:
         state: name -> tensor.
@@ -73,10 +74,8 @@ def take_snapshot(state: Mapping[str, Tensor], step: int, lineage: str, facts: M
 
 
 def _layout(state: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    return [
-        {"name": n, "dtype": str(t.dtype), "shape": list(t.shape), "bytes": t.numel() * t.element_size()}
-        for n, t in state.items()
-    ]
+    parts = {n: local(t) for n, t in state.items()}
+    return [{"name": n, "dtype": str(t.dtype), "shape": list(t.shape), "bytes": t.nbytes} for n, t in parts.items()]
 
 
 def _proof(token: str, *parts: bytes) -> str:
@@ -199,7 +198,7 @@ def fetch(
         token: the job's.
         step: updates committed that are wanted.
         lineage: that is wanted.
-        state: the reader's own; the donor's must have the same names, dtypes and shapes.
+        state: the reader's own part; the donor's must have the same names, dtypes and shapes.
         io_s: longest silence of the donor.
         deadline_s: longest time in all.
 
@@ -248,7 +247,7 @@ def _fetch(
         part[:] = chunk
     tensors: dict[str, Tensor] = {}
     at = 0
-    for t, mine in zip(layout, state.values(), strict=True):
+    for t, mine in zip(layout, map(local, state.values()), strict=True):
         tensors[t["name"]] = torch.frombuffer(body, dtype=mine.dtype, count=mine.numel(), offset=at).view(mine.shape)
         at += t["bytes"]
     return Fetched(manifest["step"], manifest["lineage"], manifest["facts"], tensors, size)

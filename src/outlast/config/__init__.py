@@ -5,7 +5,9 @@ from outlast.config.checking import MAX_UNITS, check_config
 from outlast.config.reading import load_config, new_run_dir, take_config_file, to_toml, with_run_dir
 from outlast.config.sections import (
     TRAJECTORY,
+    ActivationCheckpoint,
     Checkpoint,
+    Compile,
     Config,
     Data,
     FaultTolerance,
@@ -14,6 +16,7 @@ from outlast.config.sections import (
     Metrics,
     Model,
     Optimizer,
+    Parallelism,
     Training,
     leaf_values,
     trajectory,
@@ -23,7 +26,9 @@ from outlast.config.sections import (
 __all__ = [
     "MAX_UNITS",
     "TRAJECTORY",
+    "ActivationCheckpoint",
     "Checkpoint",
+    "Compile",
     "Config",
     "Data",
     "FaultTolerance",
@@ -32,6 +37,7 @@ __all__ = [
     "Metrics",
     "Model",
     "Optimizer",
+    "Parallelism",
     "Training",
     "check_config",
     "host_and_port",

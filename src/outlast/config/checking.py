@@ -6,9 +6,13 @@ from outlast.config.sections import Config, leaf_values
 from outlast.errors import ConfigError
 
 
-def check_config(c: Config) -> None:
+def check_config(c: Config, ranks: int = 1) -> None:
     """Refuse a config that can't be run, before anything starts. The corpus and addresses are looked at
     by those that open them.
+
+    Args:
+        c: the whole config.
+        ranks: processes of this group.
 
     Raises:
         ConfigError: with the first rule that is broken.
@@ -55,19 +59,26 @@ def check_config(c: Config) -> None:
             raise ConfigError(f"{name} = {value}: expected at least 0 and less than 1")
     if not 0 <= c.lr_scheduler.min_lr_factor <= 1:
         raise ConfigError(f"lr_scheduler.min_lr_factor = {c.lr_scheduler.min_lr_factor}: expected 0 to 1")
-    if t.global_batch_size % t.local_batch_size:
+    degree = c.parallelism.data_parallel_shard_degree
+    if degree not in (-1, ranks):
+        raise ConfigError(
+            f"parallelism.data_parallel_shard_degree = {degree}, and the group has {ranks} rank{'s' * (ranks > 1)}: "
+            f"expected {ranks}, or -1 for as many as there are"
+        )
+    unit = t.local_batch_size * ranks
+    if t.global_batch_size % unit:
+        what = f"training.local_batch_size = {t.local_batch_size}" + (f" x {ranks} ranks" if ranks > 1 else "")
         raise ConfigError(
             f"training.global_batch_size = {t.global_batch_size} is not a multiple of the work unit, "
-            f"training.local_batch_size = {t.local_batch_size} sequences; nearest: "
-            f"{max(1, round(t.global_batch_size / t.local_batch_size)) * t.local_batch_size}"
+            f"{what} sequences; nearest: {max(1, round(t.global_batch_size / unit)) * unit}"
         )
-    if c.units() > MAX_UNITS:
+    if c.units(ranks) > MAX_UNITS:
         raise ConfigError(
-            f"{c.units()} work units a step (training.global_batch_size / local_batch_size); at most {MAX_UNITS}: "
+            f"{c.units(ranks)} work units a step (training.global_batch_size / local_batch_size); at most {MAX_UNITS}: "
             "raise training.local_batch_size"
         )
     if f.enable:
-        _check_fault_tolerance(c)
+        _check_fault_tolerance(c, ranks)
 
 
 _LIMITS = {"training.threads": 4096, "training.unit_pause_ms": 86_400_000, "training.seed": 2**63}
@@ -76,12 +87,12 @@ MAX_UNITS = 10_000
 """Work units a step: what the lighthouse's 4 MiB messages and the sums' headroom are sized for."""
 
 
-def _check_fault_tolerance(c: Config) -> None:
+def _check_fault_tolerance(c: Config, ranks: int) -> None:
     f = c.fault_tolerance
-    if c.units() < f.group_size:
+    if c.units(ranks) < f.group_size:
         raise ConfigError(
-            f"{c.units()} work units a step for fault_tolerance.group_size = {f.group_size} groups: some would have "
-            "nothing to do; lower training.local_batch_size or raise training.global_batch_size"
+            f"{c.units(ranks)} work units a step for fault_tolerance.group_size = {f.group_size} groups: some would "
+            "have nothing to do; lower training.local_batch_size or raise training.global_batch_size"
         )
     if f.min_replica_size > f.group_size:
         raise ConfigError(

@@ -77,13 +77,16 @@ class Training:
     """How gradients of work units are added: "exact" in 64-bit integers, the same bits in any order;
     "float" in fp32, a little faster, the same samples but rounding that depends on who was there."""
     mixed_precision_param: Literal["float32", "bfloat16"] = trajectory("float32")
-    """Type of the matrix products (autocast); weights, sums and optimizer stay float32."""
+    """Type of the matrix products and of the weights that ranks gather; sums over ranks and groups,
+    weights and optimizer stay float32."""
     max_norm: float = trajectory(1.0)
     """Clip the gradient to this global L2 norm. 0: never."""
     seed: int = trajectory(0)
     """Of the initial weights and the order of the data."""
     max_skipped_steps: int = trajectory(10)
     """End the run after this many updates in a row were skipped because a gradient wasn't finite."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model is. "auto": a GPU if torch sees one."""
     threads: int = 0
     """CPU threads a rank. 0: the cores, shared among the ranks on this machine."""
     unit_pause_ms: float = 0.0
@@ -133,6 +136,34 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Parallelism:
+    """How a replica group shares one copy of the model among its ranks."""
+
+    data_parallel_shard_degree: int = -1
+    """Ranks that share one copy of the model (FSDP2). -1: as many as the group has."""
+    reshard_after_forward: bool = True
+    """Let go of a block's gathered weights between its forward and its backward: less memory, one more
+    all-gather a block. The same bits either way."""
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    """What the backward computes again instead of keeping it."""
+
+    mode: Literal["none", "selective", "full"] = trajectory("none")
+    """"selective": all but the matrix products and attention; "full": whole blocks. Without compile the
+    bits are the same."""
+
+
+@dataclass(frozen=True)
+class Compile:
+    """torch.compile."""
+
+    enable: bool = trajectory(False)
+    """Compile each block. Quicker, after a start of seconds to minutes; other bits than without."""
+
+
+@dataclass(frozen=True)
 class FaultTolerance:
     """Several replica groups. The times below follow from heartbeat_timeout_ms unless given."""
 
@@ -144,8 +175,8 @@ class FaultTolerance:
     """Replica groups expected. More may join, fewer may be alive."""
     min_replica_size: int = 1
     """Commit nothing with fewer groups than this."""
-    process_group: Literal["gloo"] = "gloo"
-    """What carries sums between groups."""
+    process_group: Literal["gloo", "nccl"] = "gloo"
+    """What carries sums between groups. "nccl" needs the model on GPUs."""
     process_group_timeout_ms: int | None = None
     """Longest a step's exchange may take. Default: 20 heartbeat timeouts."""
     heartbeat_timeout_ms: int = 500
@@ -157,7 +188,10 @@ class FaultTolerance:
     lighthouse: str = ""
     """http://host:port of the lighthouse. Default: TORCHFT_LIGHTHOUSE, else http://localhost:29510."""
     host: str = "127.0.0.1"
-    """Address that this group's ports bind to and are reached at."""
+    """Address that this group's ports bind to and are reached at. For several machines: one that the
+    others can reach."""
+    interface: str = ""
+    """Network interface (eth0) whose address to use as host, so that all machines can share one config."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +216,9 @@ class Config:
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     metrics: Metrics = field(default_factory=Metrics)

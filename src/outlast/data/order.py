@@ -8,10 +8,12 @@ import logging
 from collections.abc import Iterator
 
 import numpy as np
+import xxhash
 from absl import logging as absl_logging
 
 from outlast.data.corpus import Corpus
 from outlast.errors import DataError
+from outlast.events import HASH_BITS
 
 
 @contextlib.contextmanager
@@ -98,6 +100,19 @@ class _Windows:
 def unit_batch(samples: Samples, first: int, count: int) -> np.ndarray:
     """Samples `first` to `first + count - 1` of the global order, `[count, seq_len + 1]` int64."""
     return np.stack([samples[i] for i in range(first, first + count)])
+
+
+def hash_of_samples(batch: np.ndarray, first: int) -> int:
+    """A number that stands for these samples: the sum, over them, of a 48-bit hash of a sample's number and bytes.
+
+    Sums of parts are the sum of the whole, so it doesn't matter who reads which part.
+
+    Args:
+        batch: samples by their first dimension.
+        first: number of the first in the global order.
+    """
+    hashes = (xxhash.xxh3_64_intdigest(sample.tobytes(), seed=first + i) for i, sample in enumerate(batch))
+    return sum(h % 2**HASH_BITS for h in hashes) % 2**HASH_BITS
 
 
 def unit_samples(step: int, unit: int, *, units: int, unit_size: int) -> range:

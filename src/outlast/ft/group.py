@@ -3,6 +3,7 @@
 Everything here touches sockets and clocks, and decides nothing.
 """
 
+import math
 import os
 import re
 import socket
@@ -13,18 +14,20 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, TCPStore, Work
+from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 
 from outlast.accumulate import Wait
 from outlast.config import host_and_port
-from outlast.errors import ConfigError, UserError
+from outlast.errors import EXIT_FAILED, ConfigError, UserError
 from outlast.ft.protocol import Answer, Participant
+from outlast.ranks import first_line
+from outlast.sockets import has_peer, open_sockets, shut_down, wait_for_listener
 from outlast.times import Times
 
 os.environ.setdefault("RUST_LOG", "error")  # torchft's client is chatty
 try:
     from torchft.coordination import LighthouseClient
-    from torchft.process_group import ProcessGroupGloo
+    from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 except ImportError as e:
     raise ConfigError(
         f"fault tolerance needs torchft, which can't be imported ({e}); it has wheels for Linux x86-64 only: "
@@ -35,35 +38,42 @@ except ImportError as e:
 class Pulse:
     """Heartbeats, from a thread, and only while the trainer makes progress.
 
-    Each phase says how long it may take. Past that the beat stops, and the lighthouse lets the others go on.
+    Each phase says how long it may take. Past that the beat stops, and the lighthouse lets the others go on. Where
+    ranks wait for each other one that is stuck holds all: past `stuck` the process ends, and its group starts anew.
     """
 
     def __init__(self, address: str, name: str, times: Times) -> None:
-        self._address, self._name, self._times = address, name, times
-        self._until = 0.0
+        self.name = name
+        self._address, self._times = address, times
+        self._until, self._stuck = 0.0, math.inf
         self._stop = threading.Event()
         self._beaten = threading.Condition()
         self._beats = 0
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin; the trainer is ready to take part."""
+    def start(self, beats: bool = True) -> None:
+        """Begin; the trainer is ready to take part. `beats`: tell the lighthouse, else only look for a stuck phase."""
+        self._thread = threading.Thread(target=self._run, args=(beats,), name="heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Fall silent for good."""
         self._stop.set()
-        if self._thread.is_alive():
+        if self._thread:
             self._thread.join(self._times.heartbeat)
 
     @contextmanager
-    def phase(self, seconds: float) -> Iterator[None]:
-        """What follows may take this long. Outside any phase a short time is allowed."""
-        self._until = time.monotonic() + seconds
+    def phase(self, seconds: float, stuck: float = math.inf) -> Iterator[None]:
+        """What follows may take this long, and must not take `stuck` longer. Outside any phase `times.phase` holds."""
+        self.expect(seconds, stuck)
         try:
             yield
         finally:
-            self._until = time.monotonic() + self._times.phase
+            self.expect(self._times.phase, math.inf)
+
+    def expect(self, seconds: float, stuck: float) -> None:
+        """Progress was made; what comes next may take this long, counted from now."""
+        self._until, self._stuck = time.monotonic() + seconds, stuck
 
     def wait_beats(self, count: int, seconds: float) -> bool:
         """Wait until the lighthouse has heard this group `count` more times."""
@@ -71,14 +81,21 @@ class Pulse:
             goal = self._beats + count
             return self._beaten.wait_for(lambda: self._beats >= goal, seconds)
 
-    def _beat(self) -> None:
-        client = None
+    def _run(self, beats: bool) -> None:
+        client, late = None, 0
         while not self._stop.wait(self._times.beat):
             if time.monotonic() > self._until:
+                late += 1  # counted, not timed: a process that was paused as a whole isn't stuck
+                if late * self._times.beat > self._stuck:
+                    os.write(2, f"outlast: no progress for {self._stuck:g} s more than expected: stuck\n".encode())
+                    os._exit(EXIT_FAILED)
+                continue
+            late = 0
+            if not beats:
                 continue
             try:
                 client = client or LighthouseClient(self._address, timedelta(seconds=self._times.heartbeat))
-                client.heartbeat(self._name, timedelta(seconds=self._times.heartbeat))
+                client.heartbeat(self.name, timedelta(seconds=self._times.heartbeat))
                 with self._beaten:
                     self._beats += 1
                     self._beaten.notify_all()
@@ -101,18 +118,11 @@ class Lighthouse:
         Raises:
             UserError: nothing does, for the time that a quorum may take.
         """
-        deadline = time.monotonic() + self._times.ask
-        while True:
-            try:
-                socket.create_connection(host_and_port(self.address), self._times.connect).close()
-                return
-            except OSError as e:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"no lighthouse at {self.address} after {self._times.ask:g} s ({e.strerror or e}); start one, "
-                        "or set TORCHFT_LIGHTHOUSE or fault_tolerance.lighthouse"
-                    ) from None
-                time.sleep(self._times.beat)
+        if why := wait_for_listener(host_and_port(self.address), self._times.ask, self._times.beat):
+            raise UserError(
+                f"no lighthouse at {self.address} after {self._times.ask:g} s ({why}); start one, or set "
+                "TORCHFT_LIGHTHOUSE or fault_tolerance.lighthouse"
+            )
 
     def quorum(self, request: Participant, ranks: int) -> Answer:
         """Ask for a quorum, and wait for it.
@@ -153,11 +163,18 @@ class PlaneError(Exception):
 
 
 class Plane:
-    """The process group between groups. It can be left at any moment, and then really is left."""
+    """The process group between groups. It can be left at any moment, and then really is left.
 
-    def __init__(self, name: str, times: Times) -> None:
-        self._name, self._times = name, times
-        self._group: ProcessGroupGloo | None = None
+    Args:
+        name: of this member.
+        times: its limits.
+        kind: `fault_tolerance.process_group`.
+        device: of the sums.
+    """
+
+    def __init__(self, name: str, times: Times, kind: str = "gloo", device: torch.device | None = None) -> None:
+        self._name, self._times, self._nccl, self._device = name, times, kind == "nccl", device
+        self._group: ProcessGroupGloo | ProcessGroupNCCL | None = None
         self._sockets: dict[int, str] = {}
         self._flying: list[Work] = []
         self.size = 1
@@ -178,16 +195,15 @@ class Plane:
             socket.create_connection(host_and_port(f"http://{store}"), self._times.connect).close()
         except OSError as e:
             raise PlaneError(f"the first of {size} groups isn't there: {e.strerror or e}") from None
-        before = _open_sockets()
-        self._group = ProcessGroupGloo(timedelta(seconds=self._times.connect))
+        before = open_sockets()
+        self._group = (ProcessGroupNCCL if self._nccl else ProcessGroupGloo)(timedelta(seconds=self._times.connect))
         try:
             self._group.configure(f"{store}/{prefix}", self._name, rank, size)
         except Exception as e:
             raise PlaneError(f"not all {size} groups met within {self._times.connect:g} s: {_short(e)}") from None
         finally:
-            self._sockets = {
-                fd: link for fd, link in _open_sockets().items() if before.get(fd) != link and _has_peer(fd, others)
-            }
+            now = open_sockets().items()
+            self._sockets = {fd: link for fd, link in now if before.get(fd) != link and has_peer(fd, others)}
 
     def exchange(self, tensor: torch.Tensor, timeout_s: float) -> Wait:
         """Begin to add a tensor in place over the members."""
@@ -196,8 +212,9 @@ class Plane:
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.SUM)
         options.timeout = timedelta(seconds=timeout_s)
+        there = tensor.to(self._device) if self._nccl else tensor  # the same tensor, if it lies there
         try:
-            work = self._group.allreduce([tensor], options)
+            work = self._group.allreduce([there], options)
         except RuntimeError as e:
             raise PlaneError(_short(e)) from None
         self._flying.append(work)
@@ -205,13 +222,17 @@ class Plane:
         def wait() -> None:
             try:
                 pause = 0.0001  # polled, so that signals are seen
-                while not work.is_completed():
+                while not self._nccl and not work.is_completed():
                     time.sleep(pause)
                     pause = min(pause * 1.5, 0.005)
                 work.wait()
+                if self._nccl and self._group and (error := self._group.errored()):
+                    raise RuntimeError(str(error))
             except RuntimeError as e:
                 raise PlaneError(_short(e)) from None
             self._flying.remove(work)
+            if there is not tensor:
+                tensor.copy_(there)
 
         return wait
 
@@ -221,13 +242,9 @@ class Plane:
         Gloo's own abort waits for a late peer. Shutting the connected sockets down doesn't; the listener must
         be left alone. A buffer is free only when its `wait` has returned, so all are waited for.
         """
-        for fd, link in self._sockets.items():
-            try:
-                if os.readlink(f"/proc/self/fd/{fd}") == link:  # else the number has gone to another file
-                    with socket.socket(fileno=os.dup(fd)) as s:
-                        s.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
+        if self._nccl and self._group:
+            self._group.abort()
+        shut_down(self._sockets)
         for work in self._flying:
             try:
                 work.wait()
@@ -236,45 +253,6 @@ class Plane:
         self._flying, self._sockets, self._group, self.size = [], {}, None, 1
 
 
-class Store:
-    """The rendezvous store of this process, on one address only."""
-
-    def __init__(self, host: str) -> None:
-        listener = socket.create_server((host, 0))
-        self.port = listener.getsockname()[1]
-        self.address = f"{host}:{self.port}"
-        # A bound socket and the plain backend: else the store listens on every interface.
-        self._store = TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            use_libuv=False,
-        )
-
-
-def _open_sockets() -> dict[int, str]:
-    out: dict[int, str] = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            link = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        if link.startswith("socket:"):
-            out[int(name)] = link
-    return out
-
-
-def _has_peer(fd: int, others: set[int]) -> bool:
-    """Whether a socket is connected, and not one of those `others` that have come up meanwhile."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as s:
-            return not {s.getpeername()[1], s.getsockname()[1]} & others
-    except (OSError, IndexError):
-        return False
-
-
 def _short(error: Exception) -> str:
     """The first line of a library's message, without its source path."""
-    return re.sub(r"\[/\S+\]\s*", "", str(error)).split("\n")[0][:200]
+    return re.sub(r"\[/\S+\]\s*", "", first_line(error))

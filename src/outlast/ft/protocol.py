@@ -368,8 +368,8 @@ class Protocol:
         }
         return Participant(r.name, self.step, r.address, r.store, data)
 
-    def _fail(self, why: str) -> Action:
-        """Leave the process group at once, keep the sums, try again."""
+    def failed(self, why: str) -> Action:
+        """The attempt failed: leave the process group at once, keep the sums, try again."""
         self.failures += 1
         if self.failures > MAX_FAILURES:
             return Leave(f"{MAX_FAILURES} attempts in a row failed, the last: {why}", again=True)
@@ -385,7 +385,7 @@ class Protocol:
                 continue  # not one of ours; the lighthouse lets anyone in
         me = next((m for m in members if m.name == self.rules.name), None)
         if me is None or me.nonce != self.nonce:
-            return self._fail("the answer isn't to this request")
+            return self.failed("the answer isn't to this request")
         self.asks += 1
         self.key = answer.key
         decision = decide(me, members, self.rules)
@@ -446,12 +446,8 @@ class Protocol:
         """The exchange succeeded, with each unit once: the sum of seals, and a hash that is equal where all is well."""
         assert self.run is not None
         if seal != self.seal * len(self.run.active):
-            return self._fail("the exchange mixed two attempts")
+            return self.failed("the exchange mixed two attempts")
         return Commit(self.key, self.run.by, next_lineage(self.window[self.step], bits))
-
-    def failed(self, why: str) -> Action:
-        """Connecting or exchanging failed."""
-        return self._fail(why)
 
     def committed(self, lineage: str) -> None:
         """The update was applied."""

@@ -1,14 +1,19 @@
 """The fault-tolerant trainer: the plain one, with its seams overridden.
 
 `fault_tolerant(AnyTrainer)` adds it by composition. What to do next is `ft/protocol.py`'s word; here it is done.
+All ranks of a group run the protocol, each its own copy on the same inputs, and so come to the same next action: rank
+0 asks the lighthouse for all, and how an action went is agreed on before the protocol hears it.
 """
 
 import hashlib
+import json
+import secrets
 import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -17,11 +22,12 @@ from outlast import checkpoint, saves, transfer
 from outlast.accumulate import NotWholeError, Totals, Wait
 from outlast.config import host_and_port, job_token, lighthouse_address
 from outlast.errors import StorageError, UserError
-from outlast.events import last_commit, to_ranges
-from outlast.ft.group import Lighthouse, Plane, PlaneError, Pulse, Store
+from outlast.events import last_commit, since, to_ranges
+from outlast.ft.group import Lighthouse, Plane, PlaneError, Pulse
 from outlast.ft.protocol import (
     ROOT,
     Action,
+    Answer,
     Ask,
     Commit,
     Compute,
@@ -30,10 +36,13 @@ from outlast.ft.protocol import (
     Finish,
     Heal,
     Leave,
+    Participant,
     Protocol,
     Rules,
 )
 from outlast.models.probe import numerics_probe
+from outlast.ranks import first_line
+from outlast.sockets import listen, serve_store
 from outlast.times import Times
 from outlast.trainer import Trainer
 
@@ -56,23 +65,27 @@ def fault_tolerant(base: type[Trainer]) -> type[Trainer]:
 class FaultTolerance(Trainer):
     """Seams of the trainer, overridden to train as one of several groups."""
 
-    ranks = 1
-
     def begin(self) -> None:
         """Resume as the plain trainer does, then be ready for the others."""
         ft = self.config.fault_tolerance
-        self.token = job_token()
         self.times = Times.of(ft)
+        listener = listen(ft.host)
         self.address = lighthouse_address(ft)
         self.lighthouse = Lighthouse(self.address, self.times)
-        self.lighthouse.wait_until_there()
-        self.name = f"g{ft.replica_id}:{self.events.common['life']}"
-        floor = last_commit(self.run_dir)
+        self.pulse = Pulse(self.address, f"g{ft.replica_id}:{self.events.common['life']}", self.times)
+        if self.ranks.rank == 0:
+            self.lighthouse.wait_until_there()
+        self.name = self.pulse.name
         self.window: dict[int, str] = {0: ROOT}
         super().begin()
-        self.store = Store(ft.host)
+        self.token, minted = job_token(), ""
+        if not self.token:  # whoever can read the lighthouse's answers can then read the state
+            self.token = minted = self.ranks.first(secrets.token_hex(16))
         self.server = transfer.SnapshotServer(ft.host, self.token, self.times.exchange)
-        probe = numerics_probe(self.device, self.config.training.mixed_precision_param == "bfloat16")
+        self.ports = {self.server.port, listener.getsockname()[1], host_and_port(self.address)[1]}
+        store = f"{ft.host}:{listener.getsockname()[1]}"
+        self.store = serve_store(listener)
+        probes = self.ranks.all(numerics_probe(self.device, self.config.training.mixed_precision_param == "bfloat16"))
         rules = Rules(
             name=self.name,
             units=self.units,
@@ -82,26 +95,25 @@ class FaultTolerance(Trainer):
             exact=self.config.training.accumulation == "exact",
             fingerprint={
                 **{key: str(value) for key, value in self.trajectory().items()},
-                "job": hashlib.sha256(b"job " + self.token.encode()).hexdigest()[:16],  # the token itself isn't told
-                "ranks a group": str(self.ranks),
+                "job": hashlib.sha256(b"job " + job_token().encode()).hexdigest()[:16],  # the secret itself isn't told
+                "ranks a group": str(self.ranks.size),
                 "fault_tolerance.group_size": str(ft.group_size),
                 "fault_tolerance.min_replica_size": str(ft.min_replica_size),
-                "numerics probe": probe,
+                "numerics probe": " ".join(sorted(set(probes))),
             },
-            floor=floor,
-            address=self.server.address,
-            store=self.store.address,
+            floor=self.ranks.first(last_commit(self.run_dir)),
+            address=json.dumps({"ranks": self.ranks.all(self.server.address), "token": minted}),
+            store=self.ranks.first(store),
         )
         self.protocol = Protocol(rules, self.step, self.window)
-        self.plane = Plane(self.name, self.times)
-        self.pulse = Pulse(self.address, self.name, self.times)
+        self.plane = Plane(self.name, self.times, ft.process_group, self.device)
         self.next_action: Action | None = None
         self.committing: Commit | None = None
         self.first = False
         self.unit_seconds: deque[float] = deque(maxlen=100)
         self.attempt_at = time.perf_counter()
         with self.pulse.phase(self.times.phase):
-            self.pulse.start()
+            self.pulse.start(beats=self.ranks.rank == 0)
 
     def resume(self) -> dict[str, Any]:
         """The plain resume, and the lineage that belongs to it."""
@@ -121,7 +133,7 @@ class FaultTolerance(Trainer):
 
     def more(self) -> bool:
         """Also go on with a step that others count on."""
-        return super().more() or (self.stopping and bool(self.protocol.held) and self.step < self.protocol.rules.steps)
+        return super().more() or (bool(self.protocol.held) and self.step < self.protocol.rules.steps)
 
     def train_step(self) -> None:
         """Attempt the step until it is committed."""
@@ -149,7 +161,7 @@ class FaultTolerance(Trainer):
     def run_unit(self, unit: int) -> None:
         """A unit counts as held when it is in the sums, whole; an exception in it clears them."""
         started = time.perf_counter()
-        with self.pulse.phase(self.unit_limit()):
+        with self.pulse.phase(self.unit_limit(), stuck=self.times.exchange):
             try:
                 super().run_unit(unit)
             except BaseException:
@@ -169,16 +181,21 @@ class FaultTolerance(Trainer):
         if not isinstance(action, Exchange):
             self.end_attempt(action)
         self.gate = True
-        try:
-            if self.plane.size != action.size:
-                raise PlaneError(f"{self.plane.size} of {action.size} groups are connected")
-            with self.pulse.phase(self.arrival_limit() + self.times.phase):
+        error, totals = "", None
+        with self.pulse.phase(self.arrival_limit() + 2 * self.times.exchange, stuck=self.times.exchange):
+            try:
+                if self.plane.size != action.size:
+                    raise PlaneError(f"{self.plane.size} of {action.size} groups are connected")
                 totals = self.sums.settle(self.exchange, action.seal)
-        except (PlaneError, NotWholeError) as e:
-            self.retry(self.protocol.failed(str(e)), str(e))
-        committing = self.protocol.exchanged(
-            totals.seal, f"{totals.hash} {checkpoint.slice_digest(self.state(), self.step)}"
-        )
+            except (PlaneError, NotWholeError) as e:
+                self.plane.cancel()  # before the ranks agree: another group's may be waiting for this one
+                error = str(e)
+            error = self.ranks.error(error)
+        if error or totals is None:
+            self.retry(self.protocol.failed(error), error)
+        said = self.ranks.all([totals.seal, totals.hash, checkpoint.slice_digest(self.state(), self.step)])
+        seal = totals.seal if all(s[0] == totals.seal for s in said) else 0
+        committing = self.protocol.exchanged(seal, " ".join(f"{s[1]} {s[2]}" for s in said))
         if not isinstance(committing, Commit):
             self.retry(committing, "the exchange mixed two attempts")
         self.committing = committing
@@ -187,6 +204,7 @@ class FaultTolerance(Trainer):
     def exchange(self, tensor: Tensor) -> Wait:
         """Add a tensor over the active groups. The first of a step waits for all to arrive."""
         timeout_s, self.gate = (self.arrival_limit() if self.gate else self.times.exchange), False
+        self.pulse.expect(timeout_s + 2 * self.times.exchange, stuck=self.times.exchange)
         return self.plane.exchange(tensor, timeout_s)
 
     def commit(self, totals: Totals, **facts: Any) -> None:
@@ -220,12 +238,15 @@ class FaultTolerance(Trainer):
         action, self.next_action = self.next_action or self.protocol.begin(), None
         self.first = False
         deadline = time.monotonic() + self.times.ask
-        while not saves.done_marker(self.run_dir):
+        while True:
+            done, late = self.ranks.first([bool(saves.done_marker(self.run_dir)), time.monotonic() > deadline])
+            if done:
+                break
             if isinstance(action, Compute):
                 self.prepare(action)
                 action = self.protocol.units_done()
                 deadline = time.monotonic() + self.times.ask
-            elif (isinstance(action, Finish) and action.first) or time.monotonic() > deadline:
+            elif (isinstance(action, Finish) and action.first) or late:
                 self.first = True  # past the deadline the others have gone, and nobody may have saved
                 return
             elif isinstance(action, Finish):
@@ -255,33 +276,44 @@ class FaultTolerance(Trainer):
                 raise AssertionError(action)
 
     def ask(self, action: Ask) -> Action:
-        """One quorum call."""
+        """One quorum call, by rank 0 for all ranks."""
         if action.cancel:
             self.plane.cancel()
-        if self.step < self.config.training.steps and saves.done_marker(self.run_dir):
+        stopping = self.ranks.any(self.stopping)
+        done = self.ranks.first(bool(saves.done_marker(self.run_dir)))
+        if done and self.step < self.config.training.steps:
             self.stopping = True  # the others have finished without this group
             raise Stopped
-        if self.stopping and not self.protocol.held and action.pause_s:
+        if stopping and not self.protocol.held and action.pause_s:
             raise Stopped
         time.sleep(action.pause_s)
         started = time.perf_counter()
-        try:
-            with self.pulse.phase(self.times.ask + self.times.phase):
-                answer = self.lighthouse.quorum(action.request, self.ranks)
-        except (RuntimeError, TimeoutError, OSError) as e:
-            self.say_retry(f"no answer from the lighthouse at {self.address}: {str(e).splitlines()[0][:200]}")
-            if self.stopping and not self.protocol.held:
-                raise Stopped from None
-            # Wait until it has heard this group and its peers again, or it would answer one of them alone.
-            if not self.pulse.wait_beats(3, self.times.lighthouse):
-                raise StorageError(f"no lighthouse at {self.address} for {self.times.lighthouse:g} s") from None
-            return self.protocol.lost(str(e))
+        with self.pulse.phase(self.times.ask + self.times.phase):
+            patience = partial(self.pulse.phase, self.times.phase, self.times.exchange)  # of the ranks above 0
+            said = self.ranks.wait_first(partial(self.quorum, action), self.times.heartbeat, patience)
+        if "answer" not in said:
+            self.say_retry(f"no answer from the lighthouse at {self.address}: {said['error']}")
+            if stopping and not self.protocol.held:
+                raise Stopped
+            if said["gone"]:
+                raise StorageError(f"no lighthouse at {self.address} for {self.times.lighthouse:g} s")
+            return self.protocol.lost(said["error"])
+        answer = Answer(said["key"], [Participant(**p) for p in said["answer"]])
         members = {p.name: [p.step, str(p.data.get("held", ""))] for p in answer.participants}
-        waited = round(time.perf_counter() - started, 6)
-        self.events.emit("quorum", step=self.step + 1, key=answer.key, members=members, seconds=waited)
+        self.events.emit("quorum", step=self.step + 1, key=answer.key, members=members, seconds=since(started))
         decided = self.protocol.answered(answer)
         self.say_plan(answer.key)
         return decided
+
+    def quorum(self, action: Ask) -> dict[str, Any]:
+        """Rank 0's call, as JSON for the others."""
+        try:
+            answer = self.lighthouse.quorum(action.request, self.ranks.size)
+            return {"key": answer.key, "answer": [vars(p) for p in answer.participants]}
+        except (RuntimeError, TimeoutError, OSError) as e:
+            # Wait until it has heard this group and its peers again, or it would answer one of them alone.
+            heard = self.stopping or self.pulse.wait_beats(3, self.times.lighthouse)
+            return {"error": first_line(e), "gone": not heard}
 
     def say_plan(self, key: str) -> None:
         """Emit the plan that a quorum led to, if it led to one."""
@@ -303,15 +335,20 @@ class FaultTolerance(Trainer):
         )
 
     def meet(self, action: Connect) -> Action:
-        """Connect to the active groups."""
-        others = {self.server.port, self.store.port, host_and_port(self.address)[1]}
-        try:
-            with self.pulse.phase(self.times.connect + self.times.phase):
-                self.plane.connect(action.store, f"{action.key}/0", action.rank, action.size, others)
-        except PlaneError as e:
+        """Connect to the active groups, each rank to the same rank of the others."""
+        error = ""
+        with self.pulse.phase(self.times.connect + self.times.phase):
+            try:
+                prefix = f"{action.key}/{self.ranks.rank}"
+                self.plane.connect(action.store, prefix, action.rank, action.size, self.ports)
+            except PlaneError as e:
+                self.plane.cancel()
+                error = str(e)
+            error = self.ranks.error(error)
+        if error:
             self.plane.cancel()
-            self.say_retry(str(e))
-            return self.protocol.failed(str(e))
+            self.say_retry(error)
+            return self.protocol.failed(error)
         return self.protocol.connected()
 
     def prepare(self, action: Compute) -> None:
@@ -322,45 +359,38 @@ class FaultTolerance(Trainer):
             self.server.snapshot = None
             return
         have = self.server.snapshot
-        if have is None or (have.step, have.lineage) != (self.step, self.protocol.window[self.step]):
+        if not have or (have.step, have.lineage) != (self.step, self.protocol.window[self.step]):
             started = time.perf_counter()
             facts = self.save_facts()
-            self.server.snapshot = transfer.take_snapshot(
-                self.state(), self.step, facts["window"][str(self.step)], facts
-            )
-            self.events.emit(
-                "snapshot",
-                step=self.step,
-                bytes=len(self.server.snapshot.body),
-                seconds=round(time.perf_counter() - started, 6),
-                joiners=list(action.snapshot_for),
-            )
+            lineage = facts["window"][str(self.step)]
+            self.server.snapshot = transfer.take_snapshot(self.state(), self.step, lineage, facts)
+            size, joiners = len(self.server.snapshot.body), list(action.snapshot_for)
+            self.events.emit("snapshot", step=self.step, bytes=size, seconds=since(started), joiners=joiners)
 
     def heal(self, action: Heal) -> Action:
-        """Take the whole state of a donor, or nothing."""
+        """Take the whole state of a donor, each rank its part, or nothing."""
         started, t = time.perf_counter(), self.times
         self.plane.cancel()
-        state = self.state()
-        try:
-            with self.pulse.phase(t.phase):
-                wanted = (action.step, action.lineage, state)
-                got = transfer.fetch(action.address, self.token, *wanted, t.exchange, t.phase)
-        except transfer.TransferError as e:
-            self.events.emit("heal_failed", donor=action.donor, cause=str(e))
-            return self.protocol.heal_failed(f"{action.donor}: {e}")
-        self.sums.clear()
+        state, got, error = self.state(), None, ""
+        with self.pulse.phase(t.phase):
+            try:
+                donor = json.loads(action.address)
+                address, token = donor["ranks"][self.ranks.rank], job_token() or donor["token"]
+                got = transfer.fetch(address, token, action.step, action.lineage, state, t.exchange, t.phase)
+            except (transfer.TransferError, ValueError, LookupError, TypeError) as e:
+                error = str(e) or type(e).__name__
+            error = self.ranks.error(error)
+        if error or got is None:
+            self.events.emit("heal_failed", donor=action.donor, cause=error)
+            return self.protocol.heal_failed(f"{action.donor}: {error}")
         checkpoint.install(state, got.tensors, action.donor)
+        self.sums.clear()
         before, self.step = self.step, got.step
         self.skipped_in_a_row = int(got.facts["skipped_in_a_row"])
-        self.events.emit(
-            "heal",
-            step=self.step,
-            from_step=before,
-            donor=action.donor,
-            bytes=got.num_bytes,
-            seconds=round(time.perf_counter() - started, 6),
-        )
-        print(f"healed from {action.donor} to step {self.step}", flush=True)
+        size, took = sum(self.ranks.all(got.num_bytes)), since(started)
+        self.events.emit("heal", step=self.step, from_step=before, donor=action.donor, bytes=size, seconds=took)
+        if self.ranks.rank == 0:
+            print(f"healed from {action.donor} to step {self.step}", flush=True)
         self.metrics.restart_clock()
         return self.protocol.healed(got.step, {int(s): h for s, h in got.facts["window"].items()})
 
@@ -372,8 +402,7 @@ class FaultTolerance(Trainer):
 
     def say_retry(self, cause: str) -> None:
         """An attempt failed; what is held stays."""
-        seconds = round(time.perf_counter() - self.attempt_at, 6)
-        held = to_ranges(self.protocol.held)
+        held, seconds = to_ranges(self.protocol.held), since(self.attempt_at)
         self.events.emit("retry", step=self.step + 1, cause=cause, held=held, seconds=seconds)
 
     def end_attempt(self, action: Action) -> NoReturn:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outlast.parallel import place
+
 
 @dataclasses.dataclass(frozen=True)
 class LlamaArgs:
@@ -95,6 +97,10 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     Returns:
         The same shape and dtype.
     """
+    if torch.compiler.is_compiling():  # it has no complex numbers
+        a, b = _wide(x).unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = table.unsqueeze(1).unbind(-1)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
     pairs = torch.view_as_complex(_wide(x).unflatten(-1, (-1, 2)))
     turned = pairs * torch.view_as_complex(table).unsqueeze(1)
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
@@ -236,15 +242,15 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
     def init_weights(self, seed: int, device: torch.device | str = "cpu") -> None:
-        """Put the model on a device, with the seed's initial weights (see `initial`).
+        """Put the model on a device, with the seed's initial weights (see `initial`); of a sharded one, this rank's.
 
         Makes new parameters: call it before an optimizer takes hold of them. (Not `to_empty` and a copy: on meta
         tensors that imports 500 modules.)
         """
         for name, p in list(self.named_parameters()):
             owner, _, leaf = name.rpartition(".")
-            value = initial(name, p.shape, seed, self.args).to(device)
-            setattr(self.get_submodule(owner), leaf, nn.Parameter(value))
+            value = initial(name, p.shape, seed, self.args)
+            setattr(self.get_submodule(owner), leaf, nn.Parameter(place(value, p, torch.device(device))))
         self._tie()
         self.rope = rope_table(self.args).to(device)
 

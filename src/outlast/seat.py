@@ -1,0 +1,34 @@
+"""Where this process sits in its replica group: told by torchrun, or likewise by launch. Imports no torch."""
+
+import os
+from dataclasses import dataclass
+
+from outlast.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where this process sits in its group."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Among the ranks on this machine: which of its devices it uses."""
+
+    @classmethod
+    def from_env(cls) -> "Seat":
+        """From RANK, WORLD_SIZE and LOCAL_RANK; alone where they aren't set.
+
+        Raises:
+            ConfigError: they aren't numbers that go together.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        texts = [os.environ.get(name, default) for name, default in zip(names, ("0", "1", "0"), strict=True)]
+        try:
+            rank, size, local = map(int, texts)
+            if not 0 <= rank < size or local < 0:
+                raise ValueError
+        except ValueError:
+            said = ", ".join(f"{n}={t!r}" for n, t in zip(names, texts, strict=True))
+            raise ConfigError(f"{said}: expected numbers with 0 <= RANK < WORLD_SIZE; torchrun sets them") from None
+        return cls(rank, size, local)
