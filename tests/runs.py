@@ -83,10 +83,10 @@ def settings(**others: Any) -> list[str]:
 
 
 @functools.cache
-def reference(**trajectory: Any) -> Audit:
-    """What one undisturbed plain process makes of the same trajectory."""
+def reference(ranks: int = 1, **trajectory: Any) -> Audit:
+    """What one undisturbed plain process, or one group of so many ranks, makes of the same trajectory."""
     run_dir = Path(tempfile.mkdtemp(prefix="plain-", dir=scratch()))
-    plain = Process(run_dir.with_suffix(".out"), "train", *settings(**trajectory), f"--job.run_dir={run_dir}")
+    plain = Train(run_dir, ranks, **trajectory)
     code = plain.end()
     assert code == 0, plain.output()
     verdict = audit(read_events(run_dir))
@@ -129,15 +129,18 @@ class Process:
         out: that file.
         args: of the command.
         env: environment variables on top.
+        module: to run with them.
     """
 
-    def __init__(self, out: Path, *args: str | Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, out: Path, *args: str | Path, env: dict[str, str] | None = None, module: str = "outlast.cli"
+    ) -> None:
         self.out = out
         me = os.getpid()
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("wb") as f:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "outlast.cli", *map(str, args)],
+                [sys.executable, "-m", module, *map(str, args)],
                 stdin=subprocess.DEVNULL,
                 stdout=f,
                 stderr=subprocess.STDOUT,
@@ -183,6 +186,27 @@ def end_all() -> None:
             process.popen.wait()
 
 
+class Train(Process):
+    """`outlast train`; as several ranks under torchrun.
+
+    Args:
+        run_dir: of the run.
+        ranks: of the group.
+        env: environment variables on top.
+        others: settings, see `settings`.
+    """
+
+    def __init__(self, run_dir: Path, ranks: int = 1, env: dict[str, str] | None = None, **others: Any) -> None:
+        args = [*settings(**others), f"--job.run_dir={run_dir}"]
+        out = run_dir.with_suffix(".out")
+        if ranks == 1:
+            super().__init__(out, "train", *args, env=env)
+        else:
+            torchrun = [f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+            torchrun += ["--local-addr=127.0.0.1", "-m", "outlast.train"]
+            super().__init__(out, *torchrun, *args, env=env, module="torch.distributed.run")
+
+
 class Launch(Process):
     """`outlast launch`, followed through the events of its run.
 
@@ -192,6 +216,7 @@ class Launch(Process):
         chaos: faults to make.
         chaos_seed: of their draws.
         out: folder for what it prints; left out: beside the run.
+        ranks: of each group.
         others: settings, see `settings`.
     """
 
@@ -202,15 +227,18 @@ class Launch(Process):
         chaos: str = "",
         chaos_seed: int = 0,
         out: Path | None = None,
+        ranks: int = 1,
         **others: Any,
     ) -> None:
         self.run_dir = run_dir
+        self.ranks = ranks
         self._tail = EventTail(run_dir)
         self._seen: list[Event] = []
         self._family: set[int] = set()
         args: list[str] = [
             f"--run-dir={run_dir}",
             f"--groups={groups}",
+            f"--ranks-per-group={ranks}",
             f"--chaos={chaos}",
             f"--chaos-seed={chaos_seed}",
         ]
@@ -293,6 +321,7 @@ class Launch(Process):
     def left(self) -> list[int]:
         """Processes of this launch that still run: by the ids in its events, and by its own id in theirs."""
         pids = {e["pid"] for e in self.events("spawn", "lighthouse", "launch", "start") if e.get("pid")}
+        pids |= {pid for e in self.events("spawn") for pid in e.get("pids", ())}
         ours = [pid for pid in pids if alive(pid) and any("outlast" in word for word in command_line(pid))]
         for folder in Path("/proc").glob("[0-9]*"):
             words = command_line(int(folder.name))
@@ -308,7 +337,7 @@ class Launch(Process):
 
     def same_bits(self, timeout_s: float = TIMEOUT_S, **trajectory: Any) -> Audit:
         """Wait for its end. It must have finished, kept every promise, and have the undisturbed run's bits."""
-        expected = reference(**trajectory)
+        expected = reference(self.ranks, **trajectory)
         said = self.end_in_order(0, timeout_s)
         assert "Traceback" not in said, said
         verdict = audit(read_events(self.run_dir))

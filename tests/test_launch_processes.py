@@ -28,7 +28,7 @@ from outlast.launch.supervisor import join_command
 from outlast.saves import save_path
 
 STAND_IN = """
-import os, signal, subprocess, sys, time
+import os, signal, socket, subprocess, sys, time
 from pathlib import Path
 from outlast.events import EventLog, last_commit
 
@@ -41,6 +41,15 @@ def run_rank(config, life):
         return int(order.read_text())
     stopping = []
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
+    rank, size, late = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), time.time() + 30
+    if rank:
+        print("seat", size, os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"])
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 5)
+        while last_commit(run) < config.training.steps and not stopping and time.time() < late:
+            time.sleep(0.01)
+        return 143 if stopping else 0
+    if size > 1:
+        socket.socket(fileno=int(os.environ["OUTLAST_STORE_FD"])).accept()
     events = EventLog(run, f"g{group}.{life}", group=group, life=life, rank=0)
     step = last_commit(run)
     events.emit("start", steps=config.training.steps, step=0, pid=os.getpid())
@@ -183,7 +192,7 @@ class Forks:
         """Returns process id, pidfd and the pipe."""
         config = Config(training=Config().training.__class__(seed=seed))
         read_end, write_end = os.pipe()
-        self.spawner.fork(4, f"life{seed}", config, write_end)
+        self.spawner.fork(4, 1, f"life{seed}", config, {"RANK": "1"}, write_end)
         os.close(write_end)
         message, fds = self.hear()
         assert (message["is"], message["group"], message["life"]) == ("forked", 4, f"life{seed}")
@@ -200,7 +209,7 @@ def forks(stand_in: Path) -> Iterator[Forks]:
 def test_template_forks_ranks_and_reports_their_ends(forks: Forks) -> None:
     for seed, code in [(0, 0), (3, 3), (7, -signal.SIGKILL), (8, 1)]:
         pid, _, pipe = forks.fork(seed)
-        assert forks.hear()[0] == {"is": "exited", "group": 4, "life": f"life{seed}", "code": code}
+        assert forks.hear()[0] == {"is": "exited", "group": 4, "rank": 1, "life": f"life{seed}", "code": code}
         said = os.read(pipe, 1 << 16).decode()
         assert said.startswith(f"life life{seed} s3cret {forks.spawner.process and forks.spawner.process.pid} ")
         assert ("to stderr" in said) and (("ValueError: a mishap" in said) == (seed == 8))
@@ -272,6 +281,27 @@ def test_a_killed_rank_is_reported_and_started_again(launch: Callable[..., Launc
     eventually(lambda: run.pid(1) != first)
     eventually(lambda: len({e["life"] for e in run.events("commit") if e["group"] == 1}) == 2)
     assert len(run.events("spawn")) == 3
+
+
+def test_the_ranks_of_a_group_die_and_come_back_together(launch: Callable[..., Launch]) -> None:
+    run = launch(
+        "--groups=2", "--ranks-per-group=2", "--training.global_batch_size=24", "--chaos=kill g0.0 at step 300"
+    )
+    run.ready(2)
+    first = {e["group"]: e["pids"] for e in run.events("spawn")}
+    os.kill(first[1][1], signal.SIGKILL)
+    died = eventually(lambda: run.events("died"))[0]
+    assert (died["group"], died["rank"], died["code"], died["pid"]) == (1, 1, -signal.SIGKILL, first[1][0])
+    eventually(lambda: not any(map(alive, first[1])))
+    assert all(map(alive, first[0])), "only its own group"
+    eventually(lambda: len({e["life"] for e in run.events("commit") if e["group"] == 1}) == 2)
+    other = eventually(lambda: [e for e in run.events("died") if e["group"] == 0])[0]
+    assert other["rank"] == 0 and "by chaos" in other["reason"]
+    eventually(lambda: len(run.events("spawn")) == 4)
+    assert "seat 2 3 127.0.0.1" in (run.run_dir / "logs" / "g1.1.log").read_text()
+    run.process.terminate()
+    code, out = run.end()
+    assert code == 143 and "seat" not in out, "rank 0 speaks for its group"
 
 
 def kill_template(run: Launch) -> list[int]:

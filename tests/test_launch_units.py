@@ -34,6 +34,8 @@ from outlast.launch.template import config_from_dict
         ("kill 2 at step 20", Statement("kill", Target("random", 2), AtStep(20))),
         ("stop g2 for 3s at step 25", Statement("stop", Target("group", 2), AtStep(25), 3.0)),
         ("stop every 8s for 2s", Statement("stop", Target(), Every(8.0), 2.0)),
+        ("kill g1.0 at step 3", Statement("kill", Target("one rank", 1, 0), AtStep(3))),
+        ("kill rank every 5s", Statement("kill", Target("rank"), Every(5.0))),
         ("Kill  G1 at 500ms", Statement("kill", Target("group", 1), AtTime(0.5))),
         ("stop 1 for 2m every 1h", Statement("stop", Target(), Every(3600.0), 120.0)),
     ],
@@ -81,7 +83,7 @@ def test_a_malformed_statement_is_refused_with_an_example(text: str, found: str,
     chaos.parse(message.rpartition("for example: ")[2])
 
 
-WORDS = ["kill", "stop", "g1", "2", "all", "every", "at", "step", "for", "3s", "5", "times", ";"]
+WORDS = ["kill", "stop", "g1", "g1.0", "rank", "2", "all", "every", "at", "step", "for", "3s", "5", "times", ";"]
 
 
 @given(st.text(max_size=40) | st.lists(st.sampled_from(WORDS)).map(" ".join))
@@ -97,10 +99,11 @@ def test_what_can_not_be_done_is_doubted_at_the_start() -> None:
     schedule = chaos.parse(
         "kill g3 at step 5; kill 4 at step 5; kill all at step 50; kill lighthouse at 1s; kill g2 at 1s"
     )
-    doubts = chaos.doubts(schedule, groups=3, steps=50, has_lighthouse=False)
+    doubts = chaos.doubts(schedule, (3, 1), steps=50, has_lighthouse=False)
     assert (
         len(doubts) == 4 and "g0 to g2" in doubts[0] and "there are 3" in doubts[1] and "ends with step 50" in doubts[2]
     )
+    assert ["0 to 1" in d for d in chaos.doubts(chaos.parse("kill g1.2 at 1s; kill g1.1 at 1s"), (3, 2), 9)] == [True]
 
 
 # Chaos: what happens -------------------------------------------------------------------------------
@@ -189,6 +192,25 @@ def test_stop_goes_on_after_its_time_unless_it_was_killed_meanwhile() -> None:
 def test_the_lighthouse_is_hit_only_by_name() -> None:
     assert Play("kill all at 1s; kill 3 at 2s", groups=3).run(5)[-1][1] != "kill lighthouse"
     assert {what for _, what in Play("kill lighthouse every 2s").run(7)} == {"kill lighthouse"}
+
+
+def ranks_at(spec: str, time_s: float, seed: int = 0) -> list[str]:
+    """What is done at one time to three groups of two ranks."""
+    pids = {f"g{n}{rank}": hash((n, rank)) for n in range(3) for rank in ("", ".0", ".1")}
+    schedule = chaos.parse(spec, seed)
+    _, actions = chaos.advance(schedule, chaos.begin(schedule), World(time_s, 0, pids, pids))
+    return [f"{a.verb} {a.target}" for a in actions]
+
+
+def test_one_rank_is_hit_by_name_or_drawn_and_its_group_dies_with_it() -> None:
+    assert ranks_at("kill g1.1 at 1s; kill g1 at 1s; kill g1.0 at 1s", 1.0) == ["kill g1.1"]
+    assert ranks_at("kill g1 at 1s; kill g1.0 at 1s", 1.0) == ["kill g1"]
+    assert ranks_at("stop g1 for 1s at 1s; stop g1.0 for 9s at 1s", 1.0) == ["stop g1"], "or it would go on early"
+    assert ranks_at("stop g1.1 for 1s at 1s; stop g1.0 for 9s at 1s", 1.0) == ["stop g1.1", "stop g1.0"]
+    drawn = {ranks_at("kill rank at 1s", 1.0, seed)[0] for seed in range(60)}
+    assert drawn == {f"kill g{n}.{rank}" for n in range(3) for rank in range(2)}
+    assert set(ranks_at("kill all at 1s", 1.0)) == {"kill g0", "kill g1", "kill g2"}
+    assert {w for seed in range(20) for w in ranks_at("kill 1 at 1s", 1.0, seed)} == {f"kill g{n}" for n in range(3)}
 
 
 def test_what_was_not_done_is_named_at_the_end() -> None:
@@ -287,7 +309,9 @@ def test_options_become_the_config_of_each_group(tmp_path: Path) -> None:
     assert options.groups == 3 and options.config_file == str(file)
     assert options.schedule == chaos.parse("kill every 10s", 5)
     assert type(options.config) is Config
-    given = dataclasses.replace(options.config, fault_tolerance=Config().fault_tolerance)
+    given = dataclasses.replace(
+        options.config, fault_tolerance=Config().fault_tolerance, parallelism=Config().parallelism
+    )
     assert given == load_config(file, ["--optimizer.lr=0.1"])
     config = group_config(options.config, 2, run_dir=tmp_path, lighthouse="http://127.0.0.1:1", threads=4)
     f = config.fault_tolerance
@@ -335,6 +359,28 @@ def test_help_shows_its_own_options_and_those_of_the_run(capsys: pytest.CaptureF
     assert not end.value.code
     for option in ("--config", "--groups", "--run-dir", "--chaos", "--chaos-seed", "--training.steps"):
         assert option in said.replace("_", "-"), option
+
+
+def test_the_ranks_of_a_group_are_said_once(tmp_path: Path) -> None:
+    assert read_options([]).ranks == 1
+    for args in (["--ranks-per-group=2"], ["--parallelism.data_parallel_shard_degree=2"]):
+        options = read_options(args)
+        assert (options.ranks, options.config.parallelism.data_parallel_shard_degree) == (2, 2)
+    with pytest.raises(ConfigError, match=r"--ranks-per-group 2 contradicts .*degree = 4"):
+        read_options(["--ranks-per-group=2", "--parallelism.data_parallel_shard_degree=4"])
+    with pytest.raises(ConfigError, match="expected 1 to"):
+        read_options(["--ranks-per-group=0"])
+    (tmp_path / "config.toml").write_text("[parallelism]\ndata_parallel_shard_degree = 2\n")
+    assert read_options(["--run-dir", str(tmp_path)]).ranks == 2
+    assert read_options(["--run-dir", str(tmp_path), "--ranks-per-group=1"]).ranks == 1, "may differ from before"
+
+
+def test_what_a_group_ended_of_is_a_refusal_else_the_first_failure() -> None:
+    assert policy.first_failure([(1, -9, "a"), (0, -9, "b")]) == (1, -9, "a")
+    assert policy.first_failure([(1, 1, ""), (0, 2, "")]) == (0, 2, ""), "who lost a refused rank knows only that"
+    assert policy.first_failure([(0, 143, ""), (1, -9, "")]) == (1, -9, "")
+    assert policy.first_failure([(1, 0, ""), (0, 0, "")]) == (1, 0, "")
+    assert [policy.grace_of_the_others_s(code) for code in (-9, 1, 2, 0, 143)] == [0.0, 2.0, 2.0, None, None]
 
 
 def test_cores_are_shared_among_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:

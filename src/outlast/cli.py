@@ -10,7 +10,7 @@ from outlast.errors import EXIT_REFUSED, EXIT_STOPPED, UserError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("outlast.data.corpus:prepare_command", "make a corpus from text files, folders or JSON lines"),
-    "train": ("outlast.cli:train_command", "train in this process: plain, or as one group of a fault-tolerant job"),
+    "train": ("outlast.train:train_command", "train in this process: plain, or as one group of a fault-tolerant job"),
     "launch": ("outlast.launch.supervisor:launch_command", "train on several replica groups on this machine"),
     "join": ("outlast.launch.supervisor:join_command", "add groups to a running job"),
     "audit": ("outlast.audit:audit_command", "check what a run promised, from its events"),
@@ -49,27 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(where: str) -> Callable[[list[str]], int]:
     module, _, name = where.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def train_command(args: list[str]) -> int:
-    """`outlast train [--config FILE] [--section.key=value …]`, as one process or as a rank under torchrun."""
-    from outlast import saves
-    from outlast.config import check_config, load_config, new_run_dir, take_config_file, with_run_dir
-    from outlast.seat import Seat
-
-    file, rest = take_config_file(args)
-    seat = Seat.from_env()
-    config = load_config(file, rest, prog="outlast train", check=False)
-    check_config(config, seat.size)
-    if not config.job.run_dir:
-        config = with_run_dir(config, new_run_dir(file))  # rank 0's counts
-    if seat.rank == 0:
-        saves.make_run_dir(config.job.run_dir)
-        print(f"run folder {config.job.run_dir}", flush=True)
-
-    from outlast.rank import new_life, run_rank
-
-    return run_rank(config, new_life())
 
 
 if __name__ == "__main__":

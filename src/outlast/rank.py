@@ -43,7 +43,8 @@ def run_rank(config: Config, life: str) -> int:
         config: checked, with `job.run_dir` set.
         life: from `new_life`.
     """
-    torch.set_num_threads(config.training.threads or len(os.sched_getaffinity(0)))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's: ranks on this machine
+    torch.set_num_threads(config.training.threads or max(1, len(os.sched_getaffinity(0)) // local))
     group = config.fault_tolerance.replica_id if config.fault_tolerance.enable else 0
     events: EventLog | None = None
     trainer: Trainer | None = None

@@ -21,13 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from outlast.errors import ConfigError, StorageError
-from outlast.seat import Seat
+from outlast.seat import STORE_FD, Seat
 from outlast.sockets import serve_store
 
 T = TypeVar("T")
-
-STORE_FD = "OUTLAST_STORE_FD"
-"""A bound socket for the store of rank 0, where MASTER_PORT points: nothing can take the port from it."""
 
 
 class Ranks:

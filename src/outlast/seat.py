@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from outlast.errors import ConfigError
 
+STORE_FD = "OUTLAST_STORE_FD"
+"""A listening socket for the store of rank 0, where MASTER_PORT points: nothing can take the port from it."""
+
 
 @dataclass(frozen=True)
 class Seat:

@@ -239,9 +239,10 @@ def take_config_file(args: Sequence[str]) -> tuple[str | None, list[str]]:
     return file, rest
 
 
-def new_run_dir(file: str | Path | None) -> str:
-    """`runs/NAME-TIME`, of a run that wasn't given a folder."""
-    return str(Path("runs") / f"{Path(file).stem if file else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
+def new_run_dir(file: str | Path | None, shared: bool = False) -> str:
+    """Of a run that wasn't given a folder: `runs/NAME-TIME`; `runs/NAME` if groups started apart are to share it."""
+    name = Path(file).stem if file else "run"
+    return str(Path("runs") / (name if shared else f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def with_run_dir(config: C, run_dir: str) -> C:

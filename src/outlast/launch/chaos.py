@@ -4,8 +4,10 @@ Grammar, words separated by spaces, statements by `;`:
 
     statement = VERB [TARGET] clause...
     VERB      = kill (SIGKILL) | stop (SIGSTOP, later SIGCONT)
-    TARGET    = gN        group N
+    TARGET    = gN        group N, all its ranks
+              | gN.R      rank R of group N alone
               | N         N groups drawn among the live ones; left out: 1
+              | rank      one rank drawn among those of the live groups
               | all       every group that has a process, once at least one is live
               | lighthouse
     clause    = every DURATION [times N]    again and again, the first after one DURATION
@@ -42,13 +44,16 @@ LIGHTHOUSE = "lighthouse"
 
 @dataclass(frozen=True)
 class Target:
-    """Whom a statement hits: one group by number, `number` random groups, all groups, or the lighthouse."""
+    """Whom a statement hits: one group by number or one rank of it, `number` random groups, one random rank, all
+    groups, or the lighthouse."""
 
-    kind: Literal["random", "group", "all", "lighthouse"] = "random"
+    kind: Literal["random", "group", "one rank", "rank", "all", "lighthouse"] = "random"
     number: int = 1
+    rank: int = 0
 
     def __str__(self) -> str:
-        return {"random": f"{self.number}", "group": f"g{self.number}"}.get(self.kind, self.kind)
+        names = {"random": f"{self.number}", "group": f"g{self.number}", "one rank": f"g{self.number}.{self.rank}"}
+        return names.get(self.kind, self.kind)
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def _parse_statement(text: str) -> Statement:
     target = Target()
     if rest and rest[0] not in ("every", "at", "for"):
         target = _parse_target(rest[0]) or refuse(
-            repr(rest[0]), "whom (g1, 2, all, lighthouse) or when (every 10s, at step 30, at 12s)"
+            repr(rest[0]), "whom (g1, g1.0, 2, rank, all, lighthouse) or when (every 10s, at step 30, at 12s)"
         )
         rest.pop(0)
     when: Every | AtTime | AtStep | None = None
@@ -193,17 +198,22 @@ def _parse_target(word: str) -> Target | None:
         return Target("all")
     if word == LIGHTHOUSE:
         return Target("lighthouse")
-    if re.fullmatch(r"g[0-9]{1,9}", word):
-        return Target("group", int(word[1:]))
+    if word == "rank":
+        return Target("rank")
+    if match := re.fullmatch(r"g([0-9]{1,9})(?:\.([0-9]{1,9}))?", word):
+        return Target("one rank", int(match[1]), int(match[2])) if match[2] else Target("group", int(match[1]))
     return Target("random", int(word)) if re.fullmatch(_COUNT, word) else None
 
 
-def doubts(schedule: Schedule, groups: int, steps: int, has_lighthouse: bool = True) -> list[str]:
-    """In words, each statement that can't be done as things stand at the start."""
+def doubts(schedule: Schedule, size: tuple[int, int], steps: int, has_lighthouse: bool = True) -> list[str]:
+    """In words, each statement that can't be done as things stand at the start, with (groups, ranks of each)."""
+    groups, ranks = size
     out = []
     for s in schedule.statements:
-        if s.target.kind == "group" and s.target.number >= groups:
+        if s.target.kind in ("group", "one rank") and s.target.number >= groups:
             out.append(f"'{s}' waits for g{s.target.number}: the groups are g0 to g{groups - 1}")
+        elif s.target.kind == "one rank" and s.target.rank >= ranks:
+            out.append(f"'{s}' can't be done: the ranks of a group are 0 to {ranks - 1}")
         if s.target.kind == "random" and s.target.number > groups:
             out.append(f"'{s}' waits for {s.target.number} live groups: there are {groups}")
         if s.target.kind == "lighthouse" and not has_lighthouse:
@@ -223,7 +233,7 @@ class World:
     Attributes:
         time_s: seconds since the launch started.
         step: highest step committed since then.
-        live: name (`g0`, `lighthouse`) -> process id, of those that can be drawn.
+        live: name (`g0`, its rank `g0.1`, `lighthouse`) -> process id, of those that can be drawn.
         running: the same of all that have a process, live or still starting.
     """
 
@@ -293,7 +303,8 @@ def advance(schedule: Schedule, state: State, now: World) -> tuple[State, tuple[
         names: list[str] = []
         if _due(s, done, now):
             # Who is stopped already, or was hit in this very moment, can't be stopped again.
-            busy = {a.target for a in actions} | {x.target for x in stopped} if s.verb == "stop" else set()
+            hit = {a.target for a in actions} | {x.target for x in stopped} if s.verb == "stop" else set()
+            busy = {name for name in running if any(_overlap(name, other) for other in hit)}
             rng = random.Random(f"{schedule.seed}/{index}/{done.times}")
             names = _draw(s.target, live.keys() - busy, running.keys() - busy, rng)
         if not names:
@@ -302,10 +313,11 @@ def advance(schedule: Schedule, state: State, now: World) -> tuple[State, tuple[
         for name in names:
             pid = running[name]
             actions.append(Action(s.verb, name, pid, str(s)))
-            if s.verb == "kill":
-                live.pop(name, None)
-                del running[name]
-                stopped = [x for x in stopped if x.target != name]
+            if s.verb == "kill":  # and its whole group ends
+                gone = {other for other in running if _group(other) == _group(name)}
+                live = {other: pid for other, pid in live.items() if other not in gone}
+                running = {other: pid for other, pid in running.items() if other not in gone}
+                stopped = [x for x in stopped if x.target not in gone]
             else:
                 stopped.append(Stopped(name, pid, now.time_s + s.for_s, str(s)))
         fired.append(Fired(done.times + 1, _next_due(s, done, now)))
@@ -329,13 +341,30 @@ def _next_due(s: Statement, done: Fired, now: World) -> float:
 
 
 def _draw(target: Target, live: set[str], running: set[str], rng: random.Random) -> list[str]:
-    groups = sorted((n for n in live if n != LIGHTHOUSE), key=lambda n: int(n[1:]))
+    groups = sorted((n for n in live if n.startswith("g") and "." not in n), key=_order)
     if target.kind == "random":
         return rng.sample(groups, target.number) if len(groups) >= target.number else []
+    if target.kind == "rank":
+        ranks = sorted((n for n in live if "." in n), key=_order)
+        return [rng.choice(ranks)] if ranks else []
     if target.kind == "all":
-        return sorted((n for n in running if n != LIGHTHOUSE), key=lambda n: int(n[1:])) if groups else []
-    name = LIGHTHOUSE if target.kind == "lighthouse" else f"g{target.number}"
+        return sorted((n for n in running if n.startswith("g") and "." not in n), key=_order) if groups else []
+    name = LIGHTHOUSE if target.kind == "lighthouse" else str(target)
     return [name] if name in live else []
+
+
+def _order(name: str) -> tuple[int, ...]:
+    """By number of group, then of rank."""
+    return tuple(map(int, name[1:].split(".")))
+
+
+def _group(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _overlap(a: str, b: str) -> bool:
+    """Whether two names share a process: the same, or a group and a rank of it."""
+    return a == b or (_group(a) == _group(b) and ("." in a) != ("." in b))
 
 
 def undone(schedule: Schedule, state: State) -> list[str]:

@@ -3,17 +3,20 @@
 What an end means is decided in `policy`. Imports no torch.
 """
 
+import contextlib
 import os
 import secrets
 import signal
+import socket
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from outlast.config import Config
 from outlast.errors import EXIT_FAILED, EXIT_REFUSED
 from outlast.launch import policy
-from outlast.launch.groups import Group, Output
+from outlast.launch.groups import Group, Member, Output
 from outlast.launch.hub import Hub
 from outlast.launch.options import group_config
 from outlast.launch.run_folder import RunFolder
@@ -27,11 +30,13 @@ class Job:
     Attributes:
         config: of the run.
         lighthouse: its URL.
+        ranks: of each group.
         threads: of a rank.
     """
 
     config: Config
     lighthouse: str
+    ranks: int
     threads: int
 
 
@@ -71,12 +76,18 @@ class Fleet:
                 lighthouse=self._job.lighthouse,
                 threads=self._job.threads,
             )
-            output = Output(f"g{number}", self._folder.log(f"g{number}"), self._hub.screen.say)
-            self.groups.append(Group(number, config, output))
+            names = [f"g{number}", *(f"g{number}.{rank}" for rank in range(1, self._job.ranks))]
+            says = [self._hub.screen.say, *[None] * (len(names) - 1)]  # rank 0 speaks for its group
+            outputs = [Output(name, self._folder.log(name), say) for name, say in zip(names, says, strict=True)]
+            self.groups.append(Group(number, config, [Member(rank, o) for rank, o in enumerate(outputs)]))
         return list(range(first, first + count))
 
     def turn(self, now_s: float) -> None:
-        """Start what is due."""
+        """Start what is due, and end what is left of groups that failed."""
+        for group in self.groups:
+            if group.kill_at_s is not None and now_s >= group.kill_at_s:
+                group.kill_at_s = None
+                group.signal(signal.SIGKILL)
         if self.ending:
             return
         if self._template_due_s is not None and now_s >= self._template_due_s:
@@ -112,7 +123,7 @@ class Fleet:
             self._hub.say(f"killing {', '.join(left)}: {why}")
         for group in self.groups:
             group.signal(signal.SIGKILL)
-            if group.state == "forking":  # the template, which ends next, takes it along
+            if group.state == "forking":  # the template, which ends next, takes them along
                 self._let_go(group)
 
     def close(self) -> None:
@@ -127,22 +138,36 @@ class Fleet:
     # Groups ----------------------------------------------------------------------------------------
 
     def _fork(self, group: Group) -> None:
-        group.life = secrets.token_hex(4)
-        try:
-            read_end, write_end = os.pipe()
-        except OSError as e:
-            group.state = "forking"
-            self._exited(group, EXIT_FAILED, f"no pipe could be made: {e.strerror}")
-            return
-        try:
-            self._spawner.fork(group.number, group.life, group.config, write_end)
-        except OSError:  # the template is gone, which its socket tells next
-            os.close(read_end)
-            return
-        finally:
-            os.close(write_end)
-        self._follow(group.output, read_end)
-        group.state = "forking"
+        group.begin(secrets.token_hex(4))
+        with contextlib.ExitStack() as fds:
+            try:
+                env, store = self._meeting_place(fds)
+                pipes = [self._pipe(member.output, fds) for member in group.members]
+            except OSError as e:
+                for member in group.members:
+                    self._exited(group, member, EXIT_FAILED, f"no pipe or socket could be made: {e.strerror}")
+                return
+            for member, pipe in zip(group.members, pipes, strict=True):
+                seat = {"RANK": str(member.rank), "LOCAL_RANK": str(group.number * len(group.members) + member.rank)}
+                listener = () if member.rank else store
+                with contextlib.suppress(OSError):  # the template is gone, which its socket tells next
+                    self._spawner.fork(group.number, member.rank, group.life, group.config, env | seat, pipe, *listener)
+
+    def _meeting_place(self, fds: contextlib.ExitStack) -> tuple[dict[str, str], tuple[int, ...]]:
+        """What the ranks of a group are told of where they meet, and the socket that rank 0 is to keep there."""
+        env = {"WORLD_SIZE": str(self._job.ranks)}
+        if self._job.ranks == 1:
+            return env, ()
+        listener = fds.enter_context(socket.create_server((self._job.config.fault_tolerance.host, 0)))
+        host, port = listener.getsockname()[:2]
+        return env | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}, (listener.fileno(),)
+
+    def _pipe(self, output: Output, fds: contextlib.ExitStack) -> int:
+        """The write end, closed with `fds`, of a pipe that an output reads."""
+        read_end, write_end = os.pipe()
+        fds.callback(os.close, write_end)
+        self._follow(output, read_end)
+        return write_end
 
     def _follow(self, output: Output, fd: int) -> None:
         def read() -> None:
@@ -157,39 +182,56 @@ class Fleet:
         output.finish()
 
     def _let_go(self, group: Group) -> None:
-        self._hub.unwatch(group.pidfd)
-        self._finish(group.output)
-        group.ended()
+        for member in group.members:
+            self._hub.unwatch(member.pidfd)
+            self._finish(member.output)
+            member.ended()
+        group.state = "out"
 
-    def _forked(self, group: Group, pid: int, pidfd: int) -> None:
-        if group.state != "forking":  # given up meanwhile
+    def _forked(self, group: Group, member: Member, pid: int, pidfd: int) -> None:
+        if member.state != "forking":  # given up meanwhile
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
             return
-        group.runs(pid, pidfd)
-        self._hub.emit("spawn", group=group.number, pid=pid)
+        member.runs(pid, pidfd)
+        if group.is_up():
+            pids = {"pids": [m.pid for m in group.members]} if len(group.members) > 1 else {}
+            self._hub.emit("spawn", group=group.number, pid=group.pid, **pids)
         if group.terminate:
-            group.signal(signal.SIGTERM)
+            member.signal(signal.SIGTERM)
 
-    def _exited(self, group: Group, code: int, why: str = "") -> None:
-        """A group's process ended, or couldn't be made."""
-        if group.state not in ("forking", "running"):
+    def _exited(self, group: Group, member: Member, code: int, why: str = "") -> None:
+        """A rank's process ended, or couldn't be made: what is left of its group ends too."""
+        if member.state == "out":
             return
-        self._finish(group.output)
+        self._hub.unwatch(member.pidfd)
+        self._finish(member.output)
+        member.ended()
+        group.is_up()
+        group.ends.append((member.rank, code, why))
+        if any(m.state != "out" for m in group.members):
+            grace_s = policy.grace_of_the_others_s(code)
+            if grace_s is not None and group.kill_at_s is None:
+                group.kill_at_s = time.monotonic() + grace_s
+            return
         self._hub.read_events()  # all that it said before it died
+        rank, code, why = policy.first_failure(group.ends)
         achieved = group.life in self._hub.progress.committed
         verdict = policy.after_exit(code, fruitless=group.fruitless, achieved=achieved, chaos=group.killed)
         reason = f"{verdict.reason}; {why}" if why else verdict.reason
+        more: dict[str, Any] = {}
+        if len(group.members) > 1:
+            more = {"rank": rank}
+            reason = f"rank {rank}: {reason}" if code else reason
         if self.ending and verdict.outcome == "restart":
             verdict = policy.Verdict("stopped", reason)
-        self._hub.emit(
-            "died", group=group.number, pid=group.pid, code=code, restart_in=verdict.restart_in_s, reason=reason
-        )
+        wait_s = verdict.restart_in_s
+        self._hub.emit("died", group=group.number, pid=group.pid, code=code, restart_in=wait_s, reason=reason, **more)
         self._let_go(group)
         group.outcome, group.fruitless = verdict.outcome, verdict.fruitless
-        if verdict.restart_in_s is not None:
-            group.state, group.due_s = "waiting", time.monotonic() + verdict.restart_in_s
-            reason += f"; back in {verdict.restart_in_s:g} s" if verdict.restart_in_s else "; back at once"
+        if wait_s is not None:
+            group.state, group.due_s = "waiting", time.monotonic() + wait_s
+            reason += f"; back in {wait_s:g} s" if wait_s else "; back at once"
         self._hub.say(f"{group.name}: {reason}")
         self._hub.read_events()
         self._exits.append(verdict.outcome)
@@ -212,10 +254,11 @@ class Fleet:
         elif message["is"] != "ready":
             group = self.groups[message["group"]]
             assert group.life == message["life"], (group, message)
+            member = group.members[message["rank"]]
             if message["is"] == "forked":
-                self._forked(group, message["pid"], fds[0])
+                self._forked(group, member, message["pid"], fds[0])
             else:
-                self._exited(group, message.get("code", EXIT_FAILED), message.get("why", ""))
+                self._exited(group, member, message.get("code", EXIT_FAILED), message.get("why", ""))
 
     def _template_ended(self, code: int, was_ready: bool) -> None:
         self._finish(self._template_output)
@@ -223,8 +266,11 @@ class Fleet:
             if group.state == "forking":  # it may or may not have been: if so it died with the template
                 self._let_go(group)
                 group.state = "out" if self.ending else "waiting"
-            elif group.state == "running":  # the kernel kills it; none but the template could tell us its code
-                self._hub.watch(group.pidfd, partial(self._exited, group, -signal.SIGKILL, "its template died"))
+                continue
+            for member in group.members:
+                if member.state == "running":  # the kernel kills it; none but the template could tell us its code
+                    end = partial(self._exited, group, member, -signal.SIGKILL, "its template died")
+                    self._hub.watch(member.pidfd, end)
         verdict = policy.after_exit(code or EXIT_FAILED, fruitless=self._template_fruitless, achieved=was_ready)
         self._template_fruitless = verdict.fruitless
         self._hub.say(f"the template: {verdict.reason}")

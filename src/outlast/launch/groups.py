@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -19,10 +19,10 @@ class Output:
     Args:
         name: prefix.
         log: file to append to.
-        say: prints a line.
+        say: prints a line; None: to the log alone.
     """
 
-    def __init__(self, name: str, log: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, log: Path, say: Callable[[str], None] | None) -> None:
         self.name = name
         self.log = log
         self.fd = -1
@@ -65,38 +65,19 @@ class Output:
             return
         with contextlib.suppress(OSError), self.log.open("a") as log:  # a full disk doesn't end the run
             log.writelines(f"{line}\n" for line in lines)
-        for line in lines:
+        for line in lines if self._say else ():
             self._say(f"[{self.name}] {line}")
 
 
 @dataclass
-class Group:
-    """One replica group: at most one process at a time."""
+class Member:
+    """One rank of a group: at most one process at a time."""
 
-    number: int
-    config: Config
+    rank: int
     output: Output
-    state: Literal["waiting", "forking", "running", "out"] = "waiting"
-    due_s: float = 0.0
-    """`waiting`: when to fork it (monotonic)."""
-    outcome: Outcome = "restart"
-    """What became of it; "restart" while it runs or will."""
-    fruitless: int = 0
-    """Deaths in a row in lives that committed nothing."""
-    spawns: int = 0
-    """Processes it had."""
-    life: str = ""
+    state: Literal["out", "forking", "running"] = "out"
     pid: int = 0
     pidfd: int = -1
-    killed: bool = False
-    """Chaos killed this life; its end is still to be heard of."""
-    terminate: bool = False
-    """Asked to stop, or to be as soon as it has a process."""
-
-    @property
-    def name(self) -> str:
-        """`g0`."""
-        return f"g{self.number}"
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to its process, never to another that got its number."""
@@ -106,12 +87,68 @@ class Group:
 
     def runs(self, pid: int, pidfd: int) -> None:
         """Its process was made."""
-        self.state, self.pid, self.pidfd, self.killed = "running", pid, pidfd, False
-        self.spawns += 1
+        self.state, self.pid, self.pidfd = "running", pid, pidfd
 
     def ended(self) -> None:
-        """Its process is gone."""
+        """Its process is gone, or will never be."""
         self.output.finish()
         if self.pidfd >= 0:
             os.close(self.pidfd)
-        self.state, self.pid, self.pidfd = "out", 0, -1
+        self.state, self.pidfd = "out", -1
+
+
+@dataclass
+class Group:
+    """One replica group: its ranks live and die together."""
+
+    number: int
+    config: Config
+    members: list[Member]
+    state: Literal["waiting", "forking", "running", "out"] = "waiting"
+    """"running": each rank has a process, or had one in this life."""
+    due_s: float = 0.0
+    """`waiting`: when to fork it (monotonic)."""
+    outcome: Outcome = "restart"
+    """What became of it; "restart" while it runs or will."""
+    fruitless: int = 0
+    """Deaths in a row in lives that committed nothing."""
+    spawns: int = 0
+    """Lives it had."""
+    life: str = ""
+    ends: list[tuple[int, int, str]] = field(default_factory=list)
+    """Rank, exit code and what else is known of each process of this life that ended, in that order."""
+    kill_at_s: float | None = None
+    """When the ranks left of a life that has failed are killed (monotonic)."""
+    killed: bool = False
+    """Chaos killed this life; its end is still to be heard of."""
+    terminate: bool = False
+    """Asked to stop, or to be as soon as it has processes."""
+
+    @property
+    def name(self) -> str:
+        """`g0`."""
+        return f"g{self.number}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of rank 0."""
+        return self.members[0].pid
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to each of its processes."""
+        for member in self.members:
+            member.signal(number)
+
+    def begin(self, life: str) -> None:
+        """Its processes are being made."""
+        self.state, self.life, self.killed = "forking", life, False
+        self.ends, self.kill_at_s = [], None
+        for member in self.members:
+            member.state, member.pid = "forking", 0
+
+    def is_up(self) -> bool:
+        """Note, once, that the last of its processes was made. Whether it was just now."""
+        up = self.state == "forking" and not any(m.state == "forking" for m in self.members)
+        if up:
+            self.state, self.spawns = "running", self.spawns + 1
+        return up

@@ -15,6 +15,7 @@ from outlast.launch import chaos
 
 DEFAULT_GROUPS = 3
 MAX_GROUPS = 1000
+MAX_RANKS = 1000
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class LaunchConfig(Config):
     groups: int | None = None
     """Replica groups to run on this machine. Left out: as many as before when a run is resumed by its
     --run-dir alone, else fault_tolerance.group_size if that is given, else 3."""
+    ranks_per_group: int | None = None
+    """Processes that share one copy of the model, the same as --parallelism.data_parallel_shard_degree. Left out:
+    as many as before when a run is resumed, else 1."""
     run_dir: str = ""
     """Folder of the run, the same as --job.run_dir. One with a run in it is resumed. Left out: a new one,
     runs/NAME-TIME."""
@@ -43,6 +47,7 @@ class Options:
     Attributes:
         config: of the run, fault-tolerant, with `group_size` set.
         groups: how many to start.
+        ranks: of each group.
         run_dir: folder; empty: choose one.
         config_file: it came from, if any.
         schedule: faults to make.
@@ -50,6 +55,7 @@ class Options:
 
     config: Config
     groups: int
+    ranks: int
     run_dir: str
     config_file: str | None
     schedule: chaos.Schedule
@@ -78,12 +84,22 @@ def read_options(args: Sequence[str]) -> Options:
         raise ConfigError(
             f"--groups {groups} contradicts fault_tolerance.group_size = {size}: launch sets it, leave it out"
         )
+    degree = asked.parallelism.data_parallel_shard_degree
+    ranks = asked.ranks_per_group if asked.ranks_per_group is not None else max(degree, 1)
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ConfigError(f"--ranks-per-group {ranks}: expected 1 to {MAX_RANKS}")
+    if degree not in (-1, ranks) and not (resumes and _value(args, "parallelism.data_parallel_shard_degree") is None):
+        raise ConfigError(
+            f"--ranks-per-group {ranks} contradicts parallelism.data_parallel_shard_degree = {degree}: launch sets it, "
+            "leave it out"
+        )
     sections = {f.name: getattr(asked, f.name) for f in dataclasses.fields(Config)}
     sections["fault_tolerance"] = dataclasses.replace(asked.fault_tolerance, enable=True, group_size=groups)
+    sections["parallelism"] = dataclasses.replace(asked.parallelism, data_parallel_shard_degree=ranks)
     config = Config(**sections)
-    check_config(config)
+    check_config(config, ranks)
     schedule = chaos.parse(asked.chaos, asked.chaos_seed)
-    return Options(config, groups, asked.run_dir or asked.job.run_dir, file, schedule)
+    return Options(config, groups, ranks, asked.run_dir or asked.job.run_dir, file, schedule)
 
 
 def _value(args: Sequence[str], name: str) -> str | None:
@@ -113,9 +129,9 @@ def group_config(config: Config, number: int, *, run_dir: Path, lighthouse: str,
     )
 
 
-def threads_per_rank(config: Config, groups: int) -> int:
-    """`training.threads`, or a fair share of the cores that this process may use."""
-    return config.training.threads or max(1, len(os.sched_getaffinity(0)) // groups)
+def threads_per_rank(config: Config, ranks: int) -> int:
+    """`training.threads`, or a fair share of the cores that this process may use among so many ranks."""
+    return config.training.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Values in, values out: no clock, no process, no file. Imports no torch.
 """
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,6 +48,32 @@ def describe(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+OTHERS_S = 2.0
+"""Given to the other ranks of a group in which one ended with an error, to say what they know of it."""
+
+
+def grace_of_the_others_s(code: int) -> float | None:
+    """Seconds until the other ranks of its group are killed when one rank's process ends; None: they end by
+    themselves.
+
+    Args:
+        code: its exit code; negative: the signal that killed it.
+    """
+    if code < 0:
+        return 0.0
+    return None if code in (EXIT_OK, EXIT_STOPPED) else OTHERS_S
+
+
+def first_failure(ends: Sequence[tuple[int, int, str]]) -> tuple[int, int, str]:
+    """What a group ended of, of its ranks' ends (rank, exit code, what else is known) in the order that they came.
+
+    A refusal goes before all: who lost a rank that was refused only knows that it is gone.
+    """
+    refused = [e for e in ends if e[1] == EXIT_REFUSED]
+    failed = [e for e in ends if grace_of_the_others_s(e[1]) is not None]
+    return (refused or failed or list(ends))[0]
 
 
 def after_exit(code: int, *, fruitless: int, achieved: bool, chaos: bool = False) -> Verdict:

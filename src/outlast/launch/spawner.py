@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outlast.config import Config
@@ -66,21 +66,26 @@ class Spawner:
         self.ready = False
         return read_end
 
-    def fork(self, group: int, life: str, config: Config, output: int) -> None:
+    def fork(
+        self, group: int, rank: int, life: str, config: Config, env: Mapping[str, str], output: int, *store: int
+    ) -> None:
         """Ask for a rank.
 
         Args:
             group: its number.
-            life: its incarnation.
+            rank: its own number in the group.
+            life: the group's incarnation.
             config: what it runs.
+            env: added to its environment.
             output: descriptor that it prints to; the caller closes its own copy.
+            store: listening socket of the group's store, if this rank is to keep it; likewise.
 
         Raises:
             OSError: the template is gone.
         """
         assert self.sock is not None and self.ready
-        message = {"do": "fork", "group": group, "life": life, "config": dataclasses.asdict(config)}
-        messages.send(self.sock, message | {"entry": self.entry}, [output])
+        message = {"do": "fork", "group": group, "rank": rank, "life": life, "config": dataclasses.asdict(config)}
+        messages.send(self.sock, message | {"entry": self.entry, "env": dict(env)}, [output, *store])
 
     def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
         """The next message and its descriptors; None: the template is gone, call `ended`."""

@@ -18,6 +18,7 @@ from outlast import saves
 from outlast.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, ConfigError, UserError
 from outlast.launch import chaos, messages, policy
 from outlast.launch.fleet import Fleet, Job
+from outlast.launch.groups import Group
 from outlast.launch.hub import Hub
 from outlast.launch.lighthouse import Address, Lighthouse, check_torchft, choose_address
 from outlast.launch.live import Screen
@@ -83,7 +84,7 @@ class Supervisor:
         self._hub = Hub(folder.path, screen)
         self._token = secrets.token_hex(16)
         config = options.config
-        job = Job(config, address.url, threads_per_rank(config, options.groups))
+        job = Job(config, address.url, options.ranks, threads_per_rank(config, options.groups * options.ranks))
         self._fleet = Fleet(self._hub, folder, job, Spawner(self._token, preload, entry))
         self._lighthouse = (
             Lighthouse(address, config.fault_tolerance, folder.log("lighthouse")) if address.ours else None
@@ -136,8 +137,8 @@ class Supervisor:
             self._begin_end(self._fleet.hopeless, STOP_S, terminate=True)
         if self._lighthouse_due_s is not None and now >= self._lighthouse_due_s:
             self._start_lighthouse()
+        self._fleet.turn(now)
         if self._ending is None:
-            self._fleet.turn(now)
             self._make_chaos(now)
         elif now >= self._ending.deadline_s:
             self._kill("it took too long")
@@ -155,6 +156,7 @@ class Supervisor:
         self._hub.emit(
             "launch",
             groups=options.groups,
+            ranks=options.ranks,
             run_dir=str(self.folder.path),
             chaos=str(schedule),
             chaos_seed=schedule.seed,
@@ -169,11 +171,17 @@ class Supervisor:
         except OSError as e:
             self._hub.say(f"`outlast join` won't work: {self.folder.socket}: {e.strerror}")
         whose = "" if self._lighthouse else " (not ours)"
-        self._hub.say(f"{options.groups} groups, run folder {self.folder.path}, lighthouse {self.address.url}{whose}")
+        each = f" of {options.ranks} ranks" if options.ranks > 1 else ""
+        self._hub.say(
+            f"{options.groups} groups{each}, run folder {self.folder.path}, lighthouse {self.address.url}{whose}"
+        )
         if schedule.statements:
             self._hub.say(f"chaos (seed {schedule.seed}): {schedule}")
         for doubt in chaos.doubts(
-            schedule, options.groups, options.config.training.steps, has_lighthouse=self._lighthouse is not None
+            schedule,
+            (options.groups, options.ranks),
+            options.config.training.steps,
+            has_lighthouse=self._lighthouse is not None,
         ):
             self._hub.say(f"chaos: {doubt}")
         self._started_s = time.monotonic()
@@ -267,8 +275,9 @@ class Supervisor:
         if not self.options.schedule.statements:
             return
         groups, lives = self._fleet.groups, self._hub.progress.lives
-        running = {g.name: g.pid for g in groups if g.state == "running" and not g.killed}
-        live = {g.name: g.pid for g in groups if g.name in running and lives.get(g.number) == g.life}
+        there = [g for g in groups if g.state == "running" and not g.killed]
+        running = {name: pid for g in there for name, pid in _names(g)}
+        live = {name: pid for g in there if lives.get(g.number) == g.life for name, pid in _names(g)}
         if self._lighthouse and self._lighthouse.pid and not self._lighthouse_killed:
             live[chaos.LIGHTHOUSE] = running[chaos.LIGHTHOUSE] = self._lighthouse.pid
         world = chaos.World(now_s - self._started_s, self._hub.progress.committed_step, live, running)
@@ -284,9 +293,10 @@ class Supervisor:
             self._lighthouse_killed = action.verb == "kill"
             self._signal_lighthouse(number)
             return
-        group = next(g for g in self._fleet.groups if g.name == action.target)
+        name, _, rank = action.target.partition(".")
+        group = next(g for g in self._fleet.groups if g.name == name)
         group.killed = action.verb == "kill"
-        group.signal(number)
+        (group.members[int(rank)] if rank else group).signal(number)
 
     # Lighthouse ------------------------------------------------------------------------------------
 
@@ -339,10 +349,16 @@ class Supervisor:
             return {"error": f"{count!r} groups can't be added to {present}: at most {MAX_GROUPS} in all"}
         numbers = self._fleet.add(count)
         self._hub.emit("join", groups=numbers)
-        spare = max(0, present + count - self.options.config.units())
+        spare = max(0, present + count - self.options.config.units(self.options.ranks))
         spares = f"; {spare} more than work units a step: spares, idle until another group is lost" if spare else ""
         self._hub.say("joined: " + ", ".join(f"g{n}" for n in numbers) + spares)
         return {"groups": numbers, "spare": spare}
+
+
+def _names(group: Group) -> list[tuple[str, int]]:
+    """What chaos may hit: a group, and each of its ranks; with the process ids."""
+    ranks = [(f"{group.name}.{m.rank}", m.pid) for m in group.members if m.state == "running"]
+    return [(group.name, group.pid), *ranks]
 
 
 # Commands ------------------------------------------------------------------------------------------

@@ -8,14 +8,15 @@ imports, then waits. torch is imported here and nowhere else in `outlast.launch`
 
 Messages (`outlast.launch.messages`), from launch:
 
-    {"do": "fork", "group", "life", "config", "entry"}  + the pipe for the rank's output
+    {"do": "fork", "group", "rank", "life", "config", "entry", "env"}
+        + the pipe for the rank's output, and the listening socket of its group's store if it is to keep it
 
 and to it:
 
-    {"is": "ready", "seconds"}                   everything is imported
-    {"is": "forked", "group", "life", "pid"}     + a pidfd of the rank
-    {"is": "failed", "group", "life", "why"}     no process could be made
-    {"is": "exited", "group", "life", "code"}    negative: the signal
+    {"is": "ready", "seconds"}                           everything is imported
+    {"is": "forked", "group", "rank", "life", "pid"}     + a pidfd of the rank
+    {"is": "failed", "group", "rank", "life", "why"}     no process could be made
+    {"is": "exited", "group", "rank", "life", "code"}    negative: the signal
 
 Ranks die with the template, the template with launch.
 """
@@ -37,6 +38,7 @@ from outlast.config import Config
 from outlast.errors import EXIT_FAILED, EXIT_REFUSED, UserError
 from outlast.launch import messages
 from outlast.launch.parent import die_with_parent
+from outlast.seat import STORE_FD
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:
@@ -55,7 +57,7 @@ class Template:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.ranks: dict[int, tuple[int, dict[str, Any]]] = {}
-        """pidfd -> process id, and which life of which group it is."""
+        """pidfd -> process id, and which rank of which life of which group it is."""
 
     def serve(self) -> None:
         """Until launch is gone or hangs up; no rank outlives it."""
@@ -81,9 +83,9 @@ class Template:
         if message is None:
             return False
         assert message["do"] == "fork", message
-        who = {"group": message["group"], "life": message["life"]}
+        who = {key: message[key] for key in ("group", "rank", "life")}
         try:
-            pid, pidfd = _fork(message, fds[0], [self.sock.fileno(), *self.ranks])
+            pid, pidfd = _fork(message, fds, [self.sock.fileno(), *self.ranks])
         except OSError as e:
             messages.send(self.sock, {"is": "failed", **who, "why": f"no process could be made: {e.strerror}"})
         else:
@@ -105,7 +107,7 @@ class Template:
         messages.send(self.sock, {"is": "exited", **who, "code": os.waitstatus_to_exitcode(status)})
 
 
-def _fork(message: dict[str, Any], output: int, close: list[int]) -> tuple[int, int]:
+def _fork(message: dict[str, Any], fds: list[int], close: list[int]) -> tuple[int, int]:
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -123,9 +125,13 @@ def _fork(message: dict[str, Any], output: int, close: list[int]) -> tuple[int, 
         os.setsid()  # what it starts can be ended with it
         for fd in close:
             os.close(fd)
+        output, *store = fds
         for fd in (1, 2):
             os.dup2(output, fd)
         os.close(output)
+        os.environ.update(message["env"])
+        if store:
+            os.environ[STORE_FD] = str(store[0])
         code = _be_rank(message)
     finally:
         os._exit(code)  # never back into the template's loop
