@@ -65,8 +65,9 @@ class Output:
             return
         with contextlib.suppress(OSError), self.log.open("a") as log:  # a full disk doesn't end the run
             log.writelines(f"{line}\n" for line in lines)
-        for line in lines if self._say else ():
-            self._say(f"[{self.name}] {line}")
+        if self._say:
+            for line in lines:
+                self._say(f"[{self.name}] {line}")
 
 
 @dataclass
