@@ -23,23 +23,8 @@ from outlast.accumulate import NotWholeError, Totals, Wait
 from outlast.config import host_and_port, job_token, lighthouse_address
 from outlast.errors import StorageError, UserError
 from outlast.events import last_commit, since, to_ranges
+from outlast.ft import protocol
 from outlast.ft.group import Lighthouse, Plane, PlaneError, Pulse
-from outlast.ft.protocol import (
-    ROOT,
-    Action,
-    Answer,
-    Ask,
-    Commit,
-    Compute,
-    Connect,
-    Exchange,
-    Finish,
-    Heal,
-    Leave,
-    Participant,
-    Protocol,
-    Rules,
-)
 from outlast.models.probe import numerics_probe
 from outlast.ranks import first_line
 from outlast.sockets import listen, serve_store
@@ -76,7 +61,7 @@ class FaultTolerance(Trainer):
         if self.ranks.rank == 0:
             self.lighthouse.wait_until_there()
         self.name = self.pulse.name
-        self.window: dict[int, str] = {0: ROOT}
+        self.window: dict[int, str] = {0: protocol.ROOT}
         super().begin()
         self.token, minted = job_token(), ""
         if not self.token:  # whoever can read the lighthouse's answers can then read the state
@@ -86,7 +71,7 @@ class FaultTolerance(Trainer):
         store = f"{ft.host}:{listener.getsockname()[1]}"
         self.store = serve_store(listener)
         probes = self.ranks.all(numerics_probe(self.device, self.config.training.mixed_precision_param == "bfloat16"))
-        rules = Rules(
+        rules = protocol.Rules(
             name=self.name,
             units=self.units,
             steps=self.config.training.steps,
@@ -105,10 +90,10 @@ class FaultTolerance(Trainer):
             address=json.dumps({"ranks": self.ranks.all(self.server.address), "token": minted}),
             store=self.ranks.first(store),
         )
-        self.protocol = Protocol(rules, self.step, self.window)
+        self.protocol = protocol.Protocol(rules, self.step, self.window)
         self.plane = Plane(self.name, self.times, ft.process_group, self.device)
-        self.next_action: Action | None = None
-        self.committing: Commit | None = None
+        self.next_action: protocol.Action | None = None
+        self.committing: protocol.Commit | None = None
         self.first = False
         self.unit_seconds: deque[float] = deque(maxlen=100)
         self.attempt_at = time.perf_counter()
@@ -151,7 +136,7 @@ class FaultTolerance(Trainer):
         """Follow the protocol until it says what to compute."""
         self.attempt_at = time.perf_counter()
         action, self.next_action = self.next_action or self.protocol.begin(), None
-        while not isinstance(action, Compute):
+        while not isinstance(action, protocol.Compute):
             action = self.perform(action)
             if self.step == self.config.training.steps:  # healed to the end: there is no step to begin
                 self.end_attempt(action)
@@ -178,7 +163,7 @@ class FaultTolerance(Trainer):
             AttemptEnded: it failed, or someone is still healing.
         """
         action = self.protocol.units_done()
-        if not isinstance(action, Exchange):
+        if not isinstance(action, protocol.Exchange):
             self.end_attempt(action)
         self.gate = True
         error, totals = "", None
@@ -196,7 +181,7 @@ class FaultTolerance(Trainer):
         said = self.ranks.all([totals.seal, totals.hash, checkpoint.slice_digest(self.state(), self.step)])
         seal = totals.seal if all(s[0] == totals.seal for s in said) else 0
         committing = self.protocol.exchanged(seal, " ".join(f"{s[1]} {s[2]}" for s in said))
-        if not isinstance(committing, Commit):
+        if not isinstance(committing, protocol.Commit):
             self.retry(committing, "the exchange mixed two attempts")
         self.committing = committing
         return totals
@@ -242,14 +227,14 @@ class FaultTolerance(Trainer):
             done, late = self.ranks.first([bool(saves.done_marker(self.run_dir)), time.monotonic() > deadline])
             if done:
                 break
-            if isinstance(action, Compute):
+            if isinstance(action, protocol.Compute):
                 self.prepare(action)
                 action = self.protocol.units_done()
                 deadline = time.monotonic() + self.times.ask
-            elif (isinstance(action, Finish) and action.first) or late:
+            elif (isinstance(action, protocol.Finish) and action.first) or late:
                 self.first = True  # past the deadline the others have gone, and nobody may have saved
                 return
-            elif isinstance(action, Finish):
+            elif isinstance(action, protocol.Finish):
                 time.sleep(self.times.beat)
                 action = self.protocol.begin()
             else:
@@ -258,16 +243,16 @@ class FaultTolerance(Trainer):
 
     # Actions ---------------------------------------------------------------------------------------
 
-    def perform(self, action: Action) -> Action:
+    def perform(self, action: protocol.Action) -> protocol.Action:
         """Do what the protocol says, and tell it how it went."""
         match action:
-            case Ask():
+            case protocol.Ask():
                 return self.ask(action)
-            case Connect():
+            case protocol.Connect():
                 return self.meet(action)
-            case Heal():
+            case protocol.Heal():
                 return self.heal(action)
-            case Leave(reason, again):
+            case protocol.Leave(reason, again):
                 self.events.emit("refused", reason=reason)
                 self.plane.cancel()
                 self.pulse.stop()
@@ -275,7 +260,7 @@ class FaultTolerance(Trainer):
             case _:
                 raise AssertionError(action)
 
-    def ask(self, action: Ask) -> Action:
+    def ask(self, action: protocol.Ask) -> protocol.Action:
         """One quorum call, by rank 0 for all ranks."""
         if action.cancel:
             self.plane.cancel()
@@ -298,14 +283,14 @@ class FaultTolerance(Trainer):
             if said["gone"]:
                 raise StorageError(f"no lighthouse at {self.address} for {self.times.lighthouse:g} s")
             return self.protocol.lost(said["error"])
-        answer = Answer(said["key"], [Participant(**p) for p in said["answer"]])
+        answer = protocol.Answer(said["key"], [protocol.Participant(**p) for p in said["answer"]])
         members = {p.name: [p.step, str(p.data.get("held", ""))] for p in answer.participants}
         self.events.emit("quorum", step=self.step + 1, key=answer.key, members=members, seconds=since(started))
         decided = self.protocol.answered(answer)
         self.say_plan(answer.key)
         return decided
 
-    def quorum(self, action: Ask) -> dict[str, Any]:
+    def quorum(self, action: protocol.Ask) -> dict[str, Any]:
         """Rank 0's call, as JSON for the others."""
         try:
             answer = self.lighthouse.quorum(action.request, self.ranks.size)
@@ -334,7 +319,7 @@ class FaultTolerance(Trainer):
             reason=run.reason,
         )
 
-    def meet(self, action: Connect) -> Action:
+    def meet(self, action: protocol.Connect) -> protocol.Action:
         """Connect to the active groups, each rank to the same rank of the others."""
         error = ""
         with self.pulse.phase(self.times.connect + self.times.phase):
@@ -351,7 +336,7 @@ class FaultTolerance(Trainer):
             return self.protocol.failed(error)
         return self.protocol.connected()
 
-    def prepare(self, action: Compute) -> None:
+    def prepare(self, action: protocol.Compute) -> None:
         """What comes before the units: drop the sums, serve those who are behind."""
         if action.drop:
             self.sums.clear()
@@ -367,7 +352,7 @@ class FaultTolerance(Trainer):
             size, joiners = len(self.server.snapshot.body), list(action.snapshot_for)
             self.events.emit("snapshot", step=self.step, bytes=size, seconds=since(started), joiners=joiners)
 
-    def heal(self, action: Heal) -> Action:
+    def heal(self, action: protocol.Heal) -> protocol.Action:
         """Take the whole state of a donor, each rank its part, or nothing."""
         started, t = time.perf_counter(), self.times
         self.plane.cancel()
@@ -394,7 +379,7 @@ class FaultTolerance(Trainer):
         self.metrics.restart_clock()
         return self.protocol.healed(got.step, {int(s): h for s, h in got.facts["window"].items()})
 
-    def retry(self, action: Action, cause: str) -> NoReturn:
+    def retry(self, action: protocol.Action, cause: str) -> NoReturn:
         """Leave the process group at once, and end the attempt."""
         self.plane.cancel()
         self.say_retry(cause)
@@ -405,7 +390,7 @@ class FaultTolerance(Trainer):
         held, seconds = to_ranges(self.protocol.held), since(self.attempt_at)
         self.events.emit("retry", step=self.step + 1, cause=cause, held=held, seconds=seconds)
 
-    def end_attempt(self, action: Action) -> NoReturn:
+    def end_attempt(self, action: protocol.Action) -> NoReturn:
         """Go on with another action."""
         self.next_action = action
         for p in self.params:  # settling may have set it already
