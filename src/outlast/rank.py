@@ -60,7 +60,7 @@ def run_rank(config: Config, life: str) -> int:
         _stop_on_signal(trainer)
         if done := ranks.first(saves.done_marker(config.job.run_dir)):
             code, reason = EXIT_OK, _nothing_to_do(trainer, done)
-            _say(trainer, reason)
+            trainer.say(reason)
         else:
             trainer.train()
             finished = trainer.step == config.training.steps or ranks.first(saves.done_marker(config.job.run_dir))
@@ -95,11 +95,6 @@ def _on_its_network(config: Config, seat: Seat) -> Config:
     if ft.enable or os.environ.get("LOCAL_WORLD_SIZE", str(seat.size)) == str(seat.size):
         keep_to(ft.host)
     return dataclasses.replace(config, fault_tolerance=ft)
-
-
-def _say(trainer: Trainer, text: str) -> None:
-    if trainer.ranks.rank == 0:
-        print(text, flush=True)
 
 
 def _is_loss_of_a_rank(error: RuntimeError) -> bool:

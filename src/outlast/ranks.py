@@ -6,6 +6,7 @@ these calls, so that all ranks of a group always run the same next thing. Values
 
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -161,8 +162,8 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def first_line(error: BaseException) -> str:
-    """Of a library's message, short."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    """Of a library's message, short and without its source path."""
+    return re.sub(r"\[/\S+\]\s*", "", (str(error).splitlines() or [type(error).__name__])[0])[:200]
 
 
 def _encode(value: Any) -> Tensor:

@@ -40,7 +40,7 @@ def wait_for_listener(address: tuple[str, int], wait_s: float, pause_s: float) -
             time.sleep(pause_s)
 
 
-def serve_store(listener: socket.socket, wait_s: float = 60.0) -> Store:
+def serve_store(listener: socket.socket, wait_s: float = 60.0) -> TCPStore:
     """A rendezvous store on a listening socket, which it takes.
 
     With the plain backend, which alone takes a socket: otherwise a store listens on every interface.

@@ -230,7 +230,7 @@ class Trainer:
         )
         self._committed_at = now
         if skipped:
-            print(f"step {step}: update skipped: {skipped}", flush=True)
+            self.say(f"step {step}: update skipped: {skipped}")
         else:
             clip_(totals.grad, norm, self.config.training.max_norm)
             self.optimizer.param_groups[0]["lr"] = lr
@@ -239,6 +239,11 @@ class Trainer:
         self.step = step
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.after_commit({"loss": totals.loss, "lr": lr, "grad_norm": norm}, totals.tokens)
+
+    def say(self, text: str) -> None:
+        """A line for people, once for all ranks."""
+        if self.ranks.rank == 0:
+            print(text, flush=True)
 
     def why_skip(self, totals: Totals, norm: float) -> str | None:
         """The reason not to apply this update, or None."""
@@ -329,7 +334,7 @@ class Trainer:
         self._say_checkpoint("load", self.step, seconds=since(started))
         then = saved.meta["ranks"]
         other = "" if then == self.ranks.size else f"; groups had {then} ranks: the same samples, other rounding"
-        print(f"resumed from step {self.step}, {saved.path}{other}", flush=True)
+        self.say(f"resumed from step {self.step}, {saved.path}{other}")
         return saved.meta
 
     def newest_save(self) -> int | None:
@@ -338,7 +343,7 @@ class Trainer:
             why = saves.problem(self.run_dir, step)
             if why is None:
                 return step
-            print(f"the save of step {step} isn't whole and is passed over: {why}", flush=True)
+            self.say(f"the save of step {step} isn't whole and is passed over: {why}")
             self._say_checkpoint("skip", step, why=why)
         return None
 

@@ -5,7 +5,6 @@ Everything here touches sockets and clocks, and decides nothing.
 
 import math
 import os
-import re
 import socket
 import threading
 import time
@@ -48,7 +47,7 @@ class Pulse:
         self._until, self._stuck = 0.0, math.inf
         self._stop = threading.Event()
         self._beaten = threading.Condition()
-        self._beats = 0
+        self.beats = 0  # that the lighthouse heard
         self._thread: threading.Thread | None = None
 
     def start(self, beats: bool = True) -> None:
@@ -78,8 +77,8 @@ class Pulse:
     def wait_beats(self, count: int, seconds: float) -> bool:
         """Wait until the lighthouse has heard this group `count` more times."""
         with self._beaten:
-            goal = self._beats + count
-            return self._beaten.wait_for(lambda: self._beats >= goal, seconds)
+            goal = self.beats + count
+            return self._beaten.wait_for(lambda: self.beats >= goal, seconds)
 
     def _run(self, beats: bool) -> None:
         client, late = None, 0
@@ -97,7 +96,7 @@ class Pulse:
                 client = client or LighthouseClient(self._address, timedelta(seconds=self._times.heartbeat))
                 client.heartbeat(self.name, timedelta(seconds=self._times.heartbeat))
                 with self._beaten:
-                    self._beats += 1
+                    self.beats += 1
                     self._beaten.notify_all()
             except (RuntimeError, TimeoutError, OSError):
                 client = None  # it may be starting again; the trainer's own calls find out
@@ -200,7 +199,7 @@ class Plane:
         try:
             self._group.configure(f"{store}/{prefix}", self._name, rank, size)
         except Exception as e:
-            raise PlaneError(f"not all {size} groups met within {self._times.connect:g} s: {_short(e)}") from None
+            raise PlaneError(f"not all {size} groups met within {self._times.connect:g} s: {first_line(e)}") from None
         finally:
             now = open_sockets().items()
             self._sockets = {fd: link for fd, link in now if before.get(fd) != link and has_peer(fd, others)}
@@ -216,7 +215,7 @@ class Plane:
         try:
             work = self._group.allreduce([there], options)
         except RuntimeError as e:
-            raise PlaneError(_short(e)) from None
+            raise PlaneError(first_line(e)) from None
         self._flying.append(work)
 
         def wait() -> None:
@@ -229,7 +228,7 @@ class Plane:
                 if self._nccl and self._group and (error := self._group.errored()):
                     raise RuntimeError(str(error))
             except RuntimeError as e:
-                raise PlaneError(_short(e)) from None
+                raise PlaneError(first_line(e)) from None
             self._flying.remove(work)
             if there is not tensor:
                 tensor.copy_(there)
@@ -251,8 +250,3 @@ class Plane:
             except RuntimeError:
                 continue
         self._flying, self._sockets, self._group, self.size = [], {}, None, 1
-
-
-def _short(error: Exception) -> str:
-    """The first line of a library's message, without its source path."""
-    return re.sub(r"\[/\S+\]\s*", "", first_line(error))

@@ -21,6 +21,7 @@ WINDOW = 8  # commits whose lineage a member carries
 MAX_HEALS = 3  # failed heals after which a group gives up, and the others stop waiting for it
 MAX_FAILURES = 30  # failed attempts in a row after which a group gives up
 START_ASKS = 20  # answers for which groups that have done nothing wait for the rest of the expected ones
+LONG_PAUSE = 0.5  # seconds between the questions of a group that waits for others
 LOST_ASKS = 60  # answers for which a fresh group waits for someone who holds the run's committed steps
 ROOT = "0" * 16  # lineage of the initial weights
 
@@ -391,7 +392,7 @@ class Protocol:
         decision = decide(me, members, self.rules)
         match decision:
             case Lost(reason):
-                return self._ask(reason, cancel=True, pause_s=0.1 if self.asks <= START_ASKS else 0.5)
+                return self._ask(reason, cancel=True, pause_s=0.1 if self.asks <= START_ASKS else LONG_PAUSE)
             case Heal():  # what is held stays until the state has come: there may be no donor any more
                 self.live = None
                 return decision
@@ -407,7 +408,7 @@ class Protocol:
 
     def lost(self, why: str) -> Action:
         """The lighthouse didn't answer."""
-        return self._ask(why, cancel=True, pause_s=min(0.05 * 2 ** min(self.failures, 4), 0.5))
+        return self._ask(why, cancel=True, pause_s=0.05)
 
     def connected(self) -> Action:
         """The process group of `Connect` stands."""

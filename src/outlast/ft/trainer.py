@@ -9,6 +9,7 @@ import hashlib
 import json
 import secrets
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -67,9 +68,8 @@ class FaultTolerance(Trainer):
         if not self.token:  # whoever can read the lighthouse's answers can then read the state
             self.token = minted = self.ranks.first(secrets.token_hex(16))
         self.server = transfer.SnapshotServer(ft.host, self.token, self.times.exchange)
-        self.ports = {self.server.port, listener.getsockname()[1], host_and_port(self.address)[1]}
-        store = f"{ft.host}:{listener.getsockname()[1]}"
         self.store = serve_store(listener)
+        self.ports = {self.server.port, self.store.port, host_and_port(self.address)[1]}
         probes = self.ranks.all(numerics_probe(self.device, self.config.training.mixed_precision_param == "bfloat16"))
         rules = protocol.Rules(
             name=self.name,
@@ -88,13 +88,13 @@ class FaultTolerance(Trainer):
             },
             floor=self.ranks.first(last_commit(self.run_dir)),
             address=json.dumps({"ranks": self.ranks.all(self.server.address), "token": minted}),
-            store=self.ranks.first(store),
+            store=self.ranks.first(f"{ft.host}:{self.store.port}"),
         )
         self.protocol = protocol.Protocol(rules, self.step, self.window)
         self.plane = Plane(self.name, self.times, ft.process_group, self.device)
         self.next_action: protocol.Action | None = None
         self.committing: protocol.Commit | None = None
-        self.first = False
+        self.first, self.said_waiting = False, -1
         self.unit_seconds: deque[float] = deque(maxlen=100)
         self.attempt_at = time.perf_counter()
         with self.pulse.phase(self.times.phase):
@@ -122,15 +122,13 @@ class FaultTolerance(Trainer):
 
     def train_step(self) -> None:
         """Attempt the step until it is committed."""
-        try:
+        with suppress(Stopped):
             while True:
                 try:
                     return super().train_step()
                 except AttemptEnded:
                     if self.step == self.config.training.steps:
                         return None  # healed to the end
-        except Stopped:
-            return None
 
     def begin_step(self) -> Sequence[int]:
         """Follow the protocol until it says what to compute."""
@@ -202,9 +200,8 @@ class FaultTolerance(Trainer):
     def after_commit(self, values: dict[str, float], tokens: int) -> None:
         """Tell the protocol first: a save made now carries this commit's lineage."""
         assert self.committing is not None
-        values = {**values, "groups": float(len(self.committing.by))}
         self.protocol.committed(self.committing.lineage)
-        super().after_commit(values, tokens)
+        super().after_commit({**values, "groups": float(len(self.committing.by))}, tokens)
 
     def finish(self) -> None:
         """Stay a donor until every live group is at the last step; then as the plain trainer."""
@@ -271,6 +268,8 @@ class FaultTolerance(Trainer):
             raise Stopped
         if stopping and not self.protocol.held and action.pause_s:
             raise Stopped
+        if action.pause_s >= protocol.LONG_PAUSE:
+            self.say_waiting(action.why)
         time.sleep(action.pause_s)
         started = time.perf_counter()
         with self.pulse.phase(self.times.ask + self.times.phase):
@@ -292,6 +291,8 @@ class FaultTolerance(Trainer):
 
     def quorum(self, action: protocol.Ask) -> dict[str, Any]:
         """Rank 0's call, as JSON for the others."""
+        slow = threading.Timer(4 * self.times.heartbeat, self.say_slow, [self.pulse.beats])
+        slow.start()
         try:
             answer = self.lighthouse.quorum(action.request, self.ranks.size)
             return {"key": answer.key, "answer": [vars(p) for p in answer.participants]}
@@ -299,6 +300,20 @@ class FaultTolerance(Trainer):
             # Wait until it has heard this group and its peers again, or it would answer one of them alone.
             heard = self.stopping or self.pulse.wait_beats(3, self.times.lighthouse)
             return {"error": first_line(e), "gone": not heard}
+        finally:
+            slow.cancel()
+
+    def say_slow(self, beats: int) -> None:
+        """The quorum takes long: tell why. `beats`: heard when the call began."""
+        hears = "hears this group, and waits for more (its --min_replicas) or for one that fell silent"
+        why = hears if self.pulse.beats > beats else "doesn't answer"
+        self.say_waiting(f"the lighthouse at {self.address} {why}")
+
+    def say_waiting(self, why: str) -> None:
+        """Once a step."""
+        if self.step != self.said_waiting:
+            self.said_waiting = self.step
+            self.say(f"step {self.step + 1}: waiting: {why}")
 
     def say_plan(self, key: str) -> None:
         """Emit the plan that a quorum led to, if it led to one."""
@@ -343,12 +358,10 @@ class FaultTolerance(Trainer):
         if not action.snapshot_for:
             self.server.snapshot = None
             return
-        have = self.server.snapshot
-        if not have or (have.step, have.lineage) != (self.step, self.protocol.window[self.step]):
+        have, lineage = self.server.snapshot, self.protocol.window[self.step]
+        if not have or (have.step, have.lineage) != (self.step, lineage):
             started = time.perf_counter()
-            facts = self.save_facts()
-            lineage = facts["window"][str(self.step)]
-            self.server.snapshot = transfer.take_snapshot(self.state(), self.step, lineage, facts)
+            self.server.snapshot = transfer.take_snapshot(self.state(), self.step, lineage, self.save_facts())
             size, joiners = len(self.server.snapshot.body), list(action.snapshot_for)
             self.events.emit("snapshot", step=self.step, bytes=size, seconds=since(started), joiners=joiners)
 
@@ -374,8 +387,7 @@ class FaultTolerance(Trainer):
         self.skipped_in_a_row = int(got.facts["skipped_in_a_row"])
         size, took = sum(self.ranks.all(got.num_bytes)), since(started)
         self.events.emit("heal", step=self.step, from_step=before, donor=action.donor, bytes=size, seconds=took)
-        if self.ranks.rank == 0:
-            print(f"healed from {action.donor} to step {self.step}", flush=True)
+        self.say(f"healed from {action.donor} to step {self.step}")
         self.metrics.restart_clock()
         return self.protocol.healed(got.step, {int(s): h for s, h in got.facts["window"].items()})
 
