@@ -8,7 +8,7 @@ import struct
 import time
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from outlast.errors import ConfigError
 
