@@ -379,6 +379,7 @@ def test_what_a_group_ended_of_is_a_refusal_else_the_first_failure() -> None:
     assert policy.first_failure([(1, -9, "a"), (0, -9, "b")]) == (1, -9, "a")
     assert policy.first_failure([(1, 1, ""), (0, 2, "")]) == (0, 2, ""), "who lost a refused rank knows only that"
     assert policy.first_failure([(0, 143, ""), (1, -9, "")]) == (1, -9, "")
+    assert policy.first_failure([(1, 1, ""), (0, -9, "")]) == (0, -9, ""), "who lost a killed rank may end before it"
     assert policy.first_failure([(1, 0, ""), (0, 0, "")]) == (1, 0, "")
     assert [policy.grace_of_the_others_s(code) for code in (-9, 1, 2, 0, 143)] == [0.0, 2.0, 2.0, None, None]
 

@@ -86,7 +86,7 @@ class Fleet:
         """Start what is due, and end what is left of groups that failed."""
         for group in self.groups:
             if group.kill_at_s is not None and now_s >= group.kill_at_s:
-                group.kill_at_s = None
+                group.kill_at_s, group.swept = None, True
                 group.signal(signal.SIGKILL)
         if self.ending:
             return
@@ -208,7 +208,8 @@ class Fleet:
         self._finish(member.output)
         member.ended()
         group.is_up()
-        group.ends.append((member.rank, code, why))
+        if not (group.swept and code == -signal.SIGKILL):
+            group.ends.append((member.rank, code, why))
         if any(m.state != "out" for m in group.members):
             grace_s = policy.grace_of_the_others_s(code)
             if grace_s is not None and group.kill_at_s is None:

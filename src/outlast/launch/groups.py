@@ -120,6 +120,8 @@ class Group:
     """Rank, exit code and what else is known of each process of this life that ended, in that order."""
     kill_at_s: float | None = None
     """When the ranks left of a life that has failed are killed (monotonic)."""
+    swept: bool = False
+    """They were: a SIGKILL from then on is ours, and says nothing."""
     killed: bool = False
     """Chaos killed this life; its end is still to be heard of."""
     terminate: bool = False
@@ -143,7 +145,7 @@ class Group:
     def begin(self, life: str) -> None:
         """Its processes are being made."""
         self.state, self.life, self.killed = "forking", life, False
-        self.ends, self.kill_at_s = [], None
+        self.ends, self.kill_at_s, self.swept = [], None, False
         for member in self.members:
             member.state, member.pid = "forking", 0
 

@@ -69,11 +69,12 @@ def grace_of_the_others_s(code: int) -> float | None:
 def first_failure(ends: Sequence[tuple[int, int, str]]) -> tuple[int, int, str]:
     """What a group ended of, of its ranks' ends (rank, exit code, what else is known) in the order that they came.
 
-    A refusal goes before all: who lost a rank that was refused only knows that it is gone.
+    A refusal goes before all, then a signal: who lost a rank only knows that it is gone, and may be heard of first.
     """
     refused = [e for e in ends if e[1] == EXIT_REFUSED]
+    signalled = [e for e in ends if e[1] < 0]
     failed = [e for e in ends if grace_of_the_others_s(e[1]) is not None]
-    return (refused or failed or list(ends))[0]
+    return (refused or signalled or failed or list(ends))[0]
 
 
 def after_exit(code: int, *, fruitless: int, achieved: bool, chaos: bool = False) -> Verdict:
