@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -135,12 +136,16 @@ class Process:
     def __init__(
         self, out: Path, *args: str | Path, env: dict[str, str] | None = None, module: str = "outlast.cli"
     ) -> None:
+        self._start(out, [sys.executable, "-m", module, *map(str, args)], env)
+
+    def _start(self, out: Path, words: list[str], env: dict[str, str] | None, cwd: Path | None = None) -> None:
         self.out = out
         me = os.getpid()
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("wb") as f:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, args)],
+                words,
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=f,
                 stderr=subprocess.STDOUT,
@@ -205,6 +210,25 @@ class Train(Process):
             torchrun = [f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
             torchrun += ["--local-addr=127.0.0.1", "-m", "outlast.train"]
             super().__init__(out, *torchrun, *args, env=env, module="torch.distributed.run")
+
+
+class Shell(Process):
+    """A line that a user types, in a folder, with outlast's environment active.
+
+    Args:
+        out: file for what it prints.
+        line: of bash; its last command takes the place of the shell.
+        cwd: the folder.
+        env: environment variables on top.
+    """
+
+    def __init__(self, out: Path, line: str, cwd: Path, env: dict[str, str] | None = None) -> None:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        assignments, command = _ASSIGNMENTS.match(line).groups()  # pyright: ignore
+        self._start(out, ["bash", "-c", f"{assignments}exec {command}"], {"PATH": path, **(env or {})}, cwd)
+
+
+_ASSIGNMENTS = re.compile(r"((?:[A-Z_]+=\S+ )*)(.*)", re.DOTALL)
 
 
 class Launch(Process):
@@ -337,21 +361,25 @@ class Launch(Process):
 
     def same_bits(self, timeout_s: float = TIMEOUT_S, **trajectory: Any) -> Audit:
         """Wait for its end. It must have finished, kept every promise, and have the undisturbed run's bits."""
-        expected = reference(self.ranks, **trajectory)
         said = self.end_in_order(0, timeout_s)
         assert "Traceback" not in said, said
-        verdict = audit(read_events(self.run_dir))
-        assert verdict.broken == ()
-        assert verdict.finished and verdict.units_exactly_once and verdict.samples_exactly_once
-        compared = compare(verdict, expected)
-        assert compared.same, compared.difference
-        assert verdict.final_digest == expected.final_digest
-        assert compared.common_steps == compared.common_digests == expected.steps
-        done = saves.done_marker(self.run_dir)
-        assert done and done["step"] == expected.steps
-        if saves.saves_dir(self.run_dir).exists():
-            assert saves.newest_step(self.run_dir) == expected.steps, "the last step is saved, whole"
-        return verdict
+        return same_bits(self.run_dir, reference(self.ranks, **trajectory))
+
+
+def same_bits(run_dir: Path, expected: Audit) -> Audit:
+    """A run must have finished, kept every promise, and have the undisturbed run's bits."""
+    verdict = audit(read_events(run_dir))
+    assert verdict.broken == ()
+    assert verdict.finished and verdict.units_exactly_once and verdict.samples_exactly_once
+    compared = compare(verdict, expected)
+    assert compared.same, compared.difference
+    assert verdict.final_digest == expected.final_digest
+    assert compared.common_steps == compared.common_digests == expected.steps
+    done = saves.done_marker(run_dir)
+    assert done and done["step"] == expected.steps
+    if saves.saves_dir(run_dir).exists():
+        assert saves.newest_step(run_dir) == expected.steps, "the last step is saved, whole"
+    return verdict
 
 
 def _read(path: Path) -> str | None:
