@@ -220,10 +220,10 @@ class Plane:
 
         def wait() -> None:
             try:
-                pause = 0.0001  # polled, so that signals are seen
+                pause = 0.0001  # polled, so that signals are seen; it may take a twentieth longer for that
                 while not self._nccl and not work.is_completed():
                     time.sleep(pause)
-                    pause = min(pause * 1.5, 0.005)
+                    pause = min(pause * 1.05, 0.005)
                 work.wait()
                 if self._nccl and self._group and (error := self._group.errored()):
                     raise RuntimeError(str(error))
