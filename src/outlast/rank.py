@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from outlast import saves
 from outlast.config import Config, with_run_dir
-from outlast.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, StorageError, UserError
+from outlast.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, StorageError, UserError, tell
 from outlast.events import EventLog, NoEvents
 from outlast.ranks import Ranks, first_line, pick_device
 from outlast.seat import Seat
@@ -69,12 +69,12 @@ def run_rank(config: Config, life: str) -> int:
     except (UserError, OSError, MemoryError) as e:
         code = e.exit_code if isinstance(e, UserError) else EXIT_FAILED
         reason = str(e)
-        print(f"outlast: {e}", file=sys.stderr, flush=True)
+        tell(reason)
     except RuntimeError as e:
         if not _is_loss_of_a_rank(e):
             raise
         code, reason = EXIT_FAILED, f"another rank of this group is gone or stuck: {first_line(e)}"
-        print(f"outlast: {reason}", file=sys.stderr, flush=True)
+        tell(reason)
     if events is not None:
         try:
             events.emit("exit", code=code, step=trainer.step if trainer else 0, reason=reason)
