@@ -7,6 +7,7 @@ It starts and watches ranks as torchrun does, for it is torchrun. Different are:
 - a signal to it stops the ranks in good order, without a traceback.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -14,23 +15,22 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from outlast.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, UserError
-from outlast.seat import STORE
-
-# Before torch's loggers are made; LOGLEVEL=INFO shows all that torchrun does.
-os.environ.setdefault("LOGLEVEL", "CRITICAL")
-os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from outlast.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, UserError
+from outlast.seat import STORE
 from outlast.sockets import serve_store
 
 
 def main(args: Sequence[str]) -> int:
     """Run ranks until all have finished or one has failed. Returns the exit code."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed"):  # LOGLEVEL=INFO shows all that torchrun does
+            logging.getLogger(name).setLevel(os.environ.get("LOGLEVEL", "CRITICAL"))
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     store = serve_store(socket.create_server(("127.0.0.1", 0)))
     os.environ[STORE] = f"127.0.0.1:{store.port}"
     with tempfile.TemporaryDirectory(prefix="outlast-torchrun-") as folder:
@@ -52,8 +52,8 @@ def main(args: Sequence[str]) -> int:
 
 
 def _order(failure: ProcessFailure) -> tuple[bool, bool, int]:
-    """Refusals first, then who was not merely lost by the others, then by time."""
-    return failure.exitcode != EXIT_REFUSED, failure.exitcode == EXIT_STOPPED, failure.timestamp
+    """Refusals first, then who was killed, for the others only lost it, then by time."""
+    return failure.exitcode != EXIT_REFUSED, failure.exitcode >= 0, failure.timestamp
 
 
 def _cause(rank: int, failure: ProcessFailure) -> tuple[int, str]:
@@ -61,7 +61,9 @@ def _cause(rank: int, failure: ProcessFailure) -> tuple[int, str]:
     if failure.exitcode < 0:
         return EXIT_FAILED, f"rank {rank} was killed by {failure.signal_name()}"
     said = failure.message.get("message", "") if isinstance(failure.message, dict) else ""  # pyright: ignore
-    return failure.exitcode, str(said) or f"rank {rank} ended with exit code {failure.exitcode}; its own words are above"
+    return failure.exitcode, str(
+        said
+    ) or f"rank {rank} ended with exit code {failure.exitcode}; its own words are above"
 
 
 if __name__ == "__main__":

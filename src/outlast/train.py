@@ -11,7 +11,7 @@ from outlast import saves
 from outlast.cli import main
 from outlast.config import check_config, load_config, new_run_dir, take_config_file, with_run_dir
 from outlast.parent import die_with_parent
-from outlast.seat import Seat
+from outlast.seat import UNDER_TORCHRUN, Seat
 
 GROUP = "REPLICA_GROUP_ID"
 """The number of this group, where no flag gives it."""
@@ -23,7 +23,7 @@ def train_command(args: Sequence[str]) -> int:
     Raises:
         UserError: it can't be run; says why.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if UNDER_TORCHRUN in os.environ:
         die_with_parent(os.getppid())  # else a torchrun that is killed leaves its ranks behind
     file, rest = take_config_file(args)
     if number := os.environ.get(GROUP, ""):
