@@ -14,21 +14,19 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ranks=${NGPU:-1}
 config=${CONFIG_FILE:-configs/llama3_debug.toml}
 [ -e "$config" ] || { [ -e "$root/$config" ] && config=$root/$config; } || true
-if [[ ! $ranks =~ ^[1-9][0-9]*$ ]]; then
-    echo "run_train.sh: NGPU=$ranks: expected a number of ranks, 1 or more" >&2
+refuse() {
+    echo "outlast: $1" >&2
     exit 2
-fi
+}
+[[ $ranks =~ ^[1-9][0-9]{0,3}$ ]] || refuse "NGPU=$ranks: expected a number of ranks, 1 or more"
+[[ ${LOG_RANK:=0} =~ ^[0-9]+(,[0-9]+)*$ ]] || refuse "LOG_RANK=$LOG_RANK: expected numbers of ranks, as 0,1"
+[[ ${MAX_RESTARTS:=0} =~ ^[0-9]+$ ]] || refuse "MAX_RESTARTS=$MAX_RESTARTS: expected a number"
 # The caller's environment if outlast is in it, else the clone's own.
-if [ -x "$root/.venv/bin/torchrun" ] && ! { command -v torchrun && command -v outlast; } >/dev/null; then
+if [ -x "$root/.venv/bin/python" ] && ! { command -v torchrun && command -v outlast; } >/dev/null; then
     export PATH="$root/.venv/bin:$PATH"
 fi
-if ! command -v torchrun >/dev/null; then
-    echo "run_train.sh: torchrun isn't there: run scripts/check or scripts/demo once, or activate an environment with outlast" >&2
-    exit 2
-fi
-# torchrun gives each rank one thread unless told; ours shares the cores among the ranks of this machine.
-export TORCHFT_LIGHTHOUSE=${TORCHFT_LIGHTHOUSE:-http://localhost:29510}
-exec torchrun --nproc-per-node "$ranks" --max-restarts "${MAX_RESTARTS:-0}" \
-    --rdzv-backend c10d --rdzv-endpoint localhost:0 --local-addr 127.0.0.1 \
-    --role rank --tee 3 --local-ranks-filter "${LOG_RANK:-0}" \
+command -v torchrun >/dev/null ||
+    refuse "torchrun isn't there: run scripts/check or scripts/demo once, or activate an environment with outlast"
+exec python -m outlast.torchrun --nproc-per-node "$ranks" --max-restarts "$MAX_RESTARTS" \
+    --role rank --tee 3 --local-ranks-filter "$LOG_RANK" \
     -m "${TRAIN_FILE:-outlast.train}" --config "$config" "$@"

@@ -26,7 +26,7 @@ from outlast import saves
 from outlast.audit import Audit, audit, compare
 from outlast.data.corpus import prepare
 from outlast.events import EventTail, from_ranges, read_events
-from outlast.launch.parent import die_with_parent
+from outlast.parent import die_with_parent
 
 STEPS = 50
 UNITS = 6

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from outlast import __version__
-from outlast.errors import EXIT_REFUSED, EXIT_STOPPED, UserError
+from outlast.errors import EXIT_REFUSED, EXIT_STOPPED, UserError, tell
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("outlast.data.corpus:prepare_command", "make a corpus from text files, folders or JSON lines"),
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"unknown command {args[0]!r}; one of {', '.join(COMMANDS)}")
         return _command(COMMANDS[args[0]][0])(args[1:])
     except UserError as e:
-        print(f"outlast: {e}", file=sys.stderr)
+        tell(str(e))
         return e.exit_code
     except KeyboardInterrupt:
         print("outlast: interrupted", file=sys.stderr)

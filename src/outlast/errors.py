@@ -3,6 +3,11 @@
 Imports nothing but the standard library.
 """
 
+import json
+import os
+import sys
+import time
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -32,3 +37,15 @@ class StorageError(UserError):
     """The run folder can't be written or read. Transient: a launcher tries the group again."""
 
     exit_code = EXIT_FAILED
+
+
+def tell(why: str) -> None:
+    """Say why this process ends, in one line on stderr, and in the file where torchrun looks for it."""
+    print(f"outlast: {why}", file=sys.stderr, flush=True)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = {"message": why, "extraInfo": {"py_callstack": why, "timestamp": str(int(time.time()))}}
+        try:
+            with open(file, "w") as f:  # noqa: PTH123
+                json.dump({"message": text}, f)
+        except OSError:
+            pass  # it was said, and there is nowhere else to say it

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from outlast import saves
-from outlast.config import Config, with_run_dir
-from outlast.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, StorageError, UserError
+from outlast.config import Config, host_and_port, lighthouse_address, with_run_dir
+from outlast.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, ConfigError, StorageError, UserError, tell
 from outlast.events import EventLog, NoEvents
 from outlast.ranks import Ranks, first_line, pick_device
-from outlast.seat import Seat
-from outlast.sockets import address_of, keep_to
+from outlast.seat import UNDER_TORCHRUN, Seat
+from outlast.sockets import address_of, is_here, is_loopback, keep_to, listen
 from outlast.times import Times
 from outlast.trainer import Trainer
 
@@ -65,16 +65,18 @@ def run_rank(config: Config, life: str) -> int:
             trainer.train()
             finished = trainer.step == config.training.steps or ranks.first(saves.done_marker(config.job.run_dir))
             code, reason = (EXIT_OK, "finished") if finished else (EXIT_STOPPED, "stopped as asked")
+            if UNDER_TORCHRUN in os.environ:  # only one of the groups said more than how it started
+                trainer.say(f"{reason}: step {trainer.step}/{config.training.steps}")
         ranks.close()
     except (UserError, OSError, MemoryError) as e:
         code = e.exit_code if isinstance(e, UserError) else EXIT_FAILED
         reason = str(e)
-        print(f"outlast: {e}", file=sys.stderr, flush=True)
+        tell(reason)
     except RuntimeError as e:
         if not _is_loss_of_a_rank(e):
             raise
         code, reason = EXIT_FAILED, f"another rank of this group is gone or stuck: {first_line(e)}"
-        print(f"outlast: {reason}", file=sys.stderr, flush=True)
+        tell(reason)
     if events is not None:
         try:
             events.emit("exit", code=code, step=trainer.step if trainer else 0, reason=reason)
@@ -87,11 +89,19 @@ def _on_its_network(config: Config, seat: Seat) -> Config:
     """Keep all connections to the configured address; a plain group on one machine to loopback.
 
     Raises:
-        UserError: the interface isn't there.
+        UserError: the address can't be that of a group: not there, or out of reach for the others.
     """
     ft = config.fault_tolerance
     if ft.interface:
         ft = dataclasses.replace(ft, host=address_of(ft.interface))
+    if ft.enable:
+        listen(ft.host).close()
+        lighthouse = lighthouse_address(ft)
+        if is_loopback(ft.host) and is_here(host_and_port(lighthouse)[0]) is False:
+            raise ConfigError(
+                f"fault_tolerance.host = {ft.host!r} is loopback, and the lighthouse at {lighthouse} is on another "
+                "machine: groups there couldn't reach this one; set fault_tolerance.host or fault_tolerance.interface"
+            )
     if ft.enable or os.environ.get("LOCAL_WORLD_SIZE", str(seat.size)) == str(seat.size):
         keep_to(ft.host)
     return dataclasses.replace(config, fault_tolerance=ft)

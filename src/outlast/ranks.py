@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from outlast.errors import ConfigError, StorageError
-from outlast.seat import STORE_FD, Seat
+from outlast.seat import STORE, STORE_FD, Seat
 from outlast.sockets import serve_store
 
 T = TypeVar("T")
@@ -137,9 +137,13 @@ class Ranks:
 
 
 def _store(rank: int, size: int, wait_s: float) -> Store:
-    """Where the ranks meet: MASTER_ADDR and MASTER_PORT, as torchrun and launch say."""
+    """Where the ranks meet, as torchrun or launch says."""
     if STORE_FD in os.environ:
         return serve_store(socket.socket(fileno=int(os.environ[STORE_FD])), wait_s)
+    if STORE in os.environ:
+        host, _, port = os.environ[STORE].rpartition(":")
+        store = TCPStore(host, int(port), timeout=timedelta(seconds=wait_s))
+        return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     # torch's own way, which knows of torchrun's store and its restarts
     store, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(seconds=wait_s))))
     return store

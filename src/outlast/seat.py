@@ -7,6 +7,10 @@ from outlast.errors import ConfigError
 
 STORE_FD = "OUTLAST_STORE_FD"
 """A listening socket for the store of rank 0, where MASTER_PORT points: nothing can take the port from it."""
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""torchrun sets it for its ranks."""
+STORE = "OUTLAST_STORE"
+"""host:port of a store that whoever started the ranks keeps for them."""
 
 
 @dataclass(frozen=True)

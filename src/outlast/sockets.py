@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -19,12 +20,37 @@ def listen(host: str) -> socket.socket:
     """A listening socket on a free port of one address.
 
     Raises:
-        ConfigError: it isn't an address of this machine.
+        ConfigError: it isn't one address, of this machine.
     """
+    if host in ("", "0.0.0.0"):
+        raise ConfigError(
+            f"fault_tolerance.host = {host!r}: expected one address, at which the others reach this machine"
+        )
     try:
         return socket.create_server((host, 0))
     except OSError as e:
         raise ConfigError(f"fault_tolerance.host = {host!r} isn't an address of this machine: {e.strerror}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach this address; no, if it can't be resolved."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def is_here(host: str) -> bool | None:
+    """Whether a name or an address is this machine's; None if it can't be resolved."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as s:
+            s.bind(address)
+            return True
+    return False
 
 
 def wait_for_listener(address: tuple[str, int], wait_s: float, pause_s: float) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from outlast import saves
 from outlast.cli import main
 from outlast.config import check_config, load_config, new_run_dir, take_config_file, with_run_dir
-from outlast.seat import Seat
+from outlast.parent import die_with_parent
+from outlast.seat import UNDER_TORCHRUN, Seat
 
 GROUP = "REPLICA_GROUP_ID"
 """The number of this group, where no flag gives it."""
@@ -22,6 +23,8 @@ def train_command(args: Sequence[str]) -> int:
     Raises:
         UserError: it can't be run; says why.
     """
+    if UNDER_TORCHRUN in os.environ:
+        die_with_parent(os.getppid())  # else a torchrun that is killed leaves its ranks behind
     file, rest = take_config_file(args)
     if number := os.environ.get(GROUP, ""):
         rest = [f"--fault_tolerance.replica_id={number}", *rest]  # a later flag wins

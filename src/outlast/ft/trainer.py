@@ -28,7 +28,7 @@ from outlast.ft import protocol
 from outlast.ft.group import Lighthouse, Plane, PlaneError, Pulse
 from outlast.models.probe import numerics_probe
 from outlast.ranks import first_line
-from outlast.sockets import listen, serve_store
+from outlast.sockets import is_loopback, listen, serve_store
 from outlast.times import Times
 from outlast.trainer import Trainer
 
@@ -55,7 +55,6 @@ class FaultTolerance(Trainer):
         """Resume as the plain trainer does, then be ready for the others."""
         ft = self.config.fault_tolerance
         self.times = Times.of(ft)
-        listener = listen(ft.host)
         self.address = lighthouse_address(ft)
         self.lighthouse = Lighthouse(self.address, self.times)
         self.pulse = Pulse(self.address, f"g{ft.replica_id}:{self.events.common['life']}", self.times)
@@ -68,7 +67,7 @@ class FaultTolerance(Trainer):
         if not self.token:  # whoever can read the lighthouse's answers can then read the state
             self.token = minted = self.ranks.first(secrets.token_hex(16))
         self.server = transfer.SnapshotServer(ft.host, self.token, self.times.exchange)
-        self.store = serve_store(listener)
+        self.store = serve_store(listen(ft.host))
         self.ports = {self.server.port, self.store.port, host_and_port(self.address)[1]}
         probes = self.ranks.all(numerics_probe(self.device, self.config.training.mixed_precision_param == "bfloat16"))
         rules = protocol.Rules(
@@ -80,8 +79,9 @@ class FaultTolerance(Trainer):
             exact=self.config.training.accumulation == "exact",
             fingerprint={
                 **{key: str(value) for key, value in self.trajectory().items()},
-                "job": hashlib.sha256(b"job " + job_token().encode()).hexdigest()[:16],  # the secret itself isn't told
+                "OUTLAST_TOKEN, hashed,": hashlib.sha256(b"job " + job_token().encode()).hexdigest()[:16],
                 "ranks a group": str(self.ranks.size),
+                "fault_tolerance.host": "loopback" if is_loopback(ft.host) else "an address of a network",
                 "fault_tolerance.group_size": str(ft.group_size),
                 "fault_tolerance.min_replica_size": str(ft.min_replica_size),
                 "numerics probe": " ".join(sorted(set(probes))),

@@ -15,7 +15,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-from outlast.launch.parent import die_with_parent
+from outlast.parent import die_with_parent
 
 
 def _native() -> Any:

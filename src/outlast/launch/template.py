@@ -37,7 +37,7 @@ from typing import Any
 from outlast.config import Config
 from outlast.errors import EXIT_FAILED, EXIT_REFUSED, UserError
 from outlast.launch import messages
-from outlast.launch.parent import die_with_parent
+from outlast.parent import die_with_parent
 from outlast.seat import STORE_FD
 
 
