@@ -8,8 +8,18 @@ import sys
 from collections.abc import Sequence
 
 from outlast import saves
+from outlast.classes import load_trainer
 from outlast.cli import main
-from outlast.config import check_config, load_config, new_run_dir, take_config_file, with_run_dir
+from outlast.config import (
+    DEFAULT_TRAINER,
+    asked_trainer,
+    check_config,
+    load_config,
+    new_run_dir,
+    take_config_file,
+    with_long_names,
+    with_run_dir,
+)
 from outlast.seat import Seat
 
 GROUP = "REPLICA_GROUP_ID"
@@ -22,10 +32,12 @@ def train_command(args: Sequence[str]) -> int:
     Raises:
         UserError: it can't be run; says why.
     """
-    file, rest = take_config_file(args)
+    file, rest = take_config_file(with_long_names(args))
     if number := os.environ.get(GROUP, ""):
         rest = [f"--fault_tolerance.replica_id={number}", *rest]  # a later flag wins
     seat = Seat.from_env()
+    if (trainer := asked_trainer(file, rest)) != DEFAULT_TRAINER:
+        load_trainer(trainer)
     config = load_config(file, rest, prog="outlast train", check=False)
     check_config(config, seat.size)
     if not config.job.run_dir:
