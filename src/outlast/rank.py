@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from outlast import saves
+from outlast.classes import load_trainer
 from outlast.config import Config, host_and_port, lighthouse_address, with_run_dir
 from outlast.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, ConfigError, StorageError, UserError, tell
 from outlast.events import EventLog, NoEvents
@@ -29,11 +30,12 @@ def new_life() -> str:
 
 def trainer_class(config: Config) -> type[Trainer]:
     """The trainer that the config asks for."""
+    base = load_trainer(config.job.trainer)
     if not config.fault_tolerance.enable:
-        return Trainer
+        return base
     from outlast.ft.trainer import fault_tolerant
 
-    return fault_tolerant(Trainer)
+    return fault_tolerant(base)
 
 
 def run_rank(config: Config, life: str) -> int:

@@ -8,8 +8,18 @@ import sys
 from collections.abc import Sequence
 
 from outlast import saves
+from outlast.classes import load_trainer
 from outlast.cli import main
-from outlast.config import check_config, load_config, new_run_dir, take_config_file, with_run_dir
+from outlast.config import (
+    DEFAULT_TRAINER,
+    asked_trainer,
+    check_config,
+    load_config,
+    new_run_dir,
+    take_config_file,
+    with_long_names,
+    with_run_dir,
+)
 from outlast.parent import die_with_parent
 from outlast.seat import UNDER_TORCHRUN, Seat
 
@@ -25,10 +35,12 @@ def train_command(args: Sequence[str]) -> int:
     """
     if UNDER_TORCHRUN in os.environ:
         die_with_parent(os.getppid())  # else a torchrun that is killed leaves its ranks behind
-    file, rest = take_config_file(args)
+    file, rest = take_config_file(with_long_names(args))
     if number := os.environ.get(GROUP, ""):
         rest = [f"--fault_tolerance.replica_id={number}", *rest]  # a later flag wins
     seat = Seat.from_env()
+    if (trainer := asked_trainer(file, rest)) != DEFAULT_TRAINER:
+        load_trainer(trainer)
     config = load_config(file, rest, prog="outlast train", check=False)
     check_config(config, seat.size)
     if not config.job.run_dir:

@@ -2,8 +2,19 @@
 
 from outlast.config.addresses import host_and_port, job_token, lighthouse_address
 from outlast.config.checking import MAX_UNITS, check_config
-from outlast.config.reading import load_config, new_run_dir, take_config_file, to_toml, with_run_dir
+from outlast.config.reading import (
+    asked_trainer,
+    last_value,
+    load_config,
+    new_run_dir,
+    take_config_file,
+    to_toml,
+    value_in_file,
+    with_long_names,
+    with_run_dir,
+)
 from outlast.config.sections import (
+    DEFAULT_TRAINER,
     TRAJECTORY,
     ActivationCheckpoint,
     Checkpoint,
@@ -24,6 +35,7 @@ from outlast.config.sections import (
 )
 
 __all__ = [
+    "DEFAULT_TRAINER",
     "MAX_UNITS",
     "TRAJECTORY",
     "ActivationCheckpoint",
@@ -39,9 +51,11 @@ __all__ = [
     "Optimizer",
     "Parallelism",
     "Training",
+    "asked_trainer",
     "check_config",
     "host_and_port",
     "job_token",
+    "last_value",
     "leaf_values",
     "lighthouse_address",
     "load_config",
@@ -50,5 +64,7 @@ __all__ = [
     "to_toml",
     "trajectory",
     "trajectory_fields",
+    "value_in_file",
+    "with_long_names",
     "with_run_dir",
 ]

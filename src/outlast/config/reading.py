@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import re
 import time
 import tomllib
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from outlast.config.checking import check_config
-from outlast.config.sections import Config
+from outlast.config.sections import DEFAULT_TRAINER, Config
 from outlast.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
@@ -237,6 +238,35 @@ def take_config_file(args: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             rest.append(arg)
     return file, rest
+
+
+def with_long_names(args: Sequence[str]) -> list[str]:
+    """A command's arguments with `--trainer` written as the setting that it is short for."""
+    return [re.sub(r"^--trainer(?==|$)", "--job.trainer", arg) for arg in args]
+
+
+def last_value(args: Sequence[str], name: str) -> str | None:
+    """The last value given to a setting, before anything is checked."""
+    value = None
+    for arg, following in itertools.zip_longest(args, args[1:], fillvalue=""):
+        flag, eq, text = arg.partition("=")
+        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
+            value = text if eq else following
+    return value
+
+
+def value_in_file(file: str | Path | None, section: str, key: str) -> Any:
+    """A file's value of a setting, or None; a file that can't be read is refused later, with the reason."""
+    try:
+        return tomllib.loads(Path(file).read_text())[section][key] if file is not None else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def asked_trainer(file: str | Path | None, args: Sequence[str]) -> str:
+    """`job.trainer`, before anything is checked: it decides which settings there are."""
+    value = last_value(args, "job.trainer") or value_in_file(file, "job", "trainer")
+    return value if isinstance(value, str) else DEFAULT_TRAINER
 
 
 def new_run_dir(file: str | Path | None, shared: bool = False) -> str:

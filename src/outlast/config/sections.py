@@ -17,6 +17,9 @@ def trajectory(default: Any) -> Any:
     return field(default=default, metadata=TRAJECTORY)
 
 
+DEFAULT_TRAINER = "outlast.trainer:Trainer"
+
+
 @dataclass(frozen=True)
 class Job:
     """Where the run lives."""
@@ -24,6 +27,9 @@ class Job:
     run_dir: str = ""
     """Folder of the run: events, logs, saved weights, curves. Empty: a new one, runs/NAME-TIME. An
     existing one is resumed."""
+    trainer: str = trajectory(DEFAULT_TRAINER)
+    """Class that trains, as module:Class, looked for in the working directory first; `--trainer` for short. What to
+    write in one is in docs/extending.md."""
 
 
 @dataclass(frozen=True)

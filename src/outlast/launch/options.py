@@ -2,16 +2,26 @@
 
 import argparse
 import dataclasses
-import itertools
 import os
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outlast.config import Config, check_config, load_config, take_config_file, with_run_dir
+from outlast.config import (
+    DEFAULT_TRAINER,
+    Config,
+    asked_trainer,
+    check_config,
+    last_value,
+    load_config,
+    take_config_file,
+    value_in_file,
+    with_long_names,
+    with_run_dir,
+)
 from outlast.errors import ConfigError
 from outlast.launch import chaos
+from outlast.launch.asking import TrainerFacts, ask
 
 DEFAULT_GROUPS = 3
 MAX_GROUPS = 1000
@@ -51,6 +61,7 @@ class Options:
         run_dir: folder; empty: choose one.
         config_file: it came from, if any.
         schedule: faults to make.
+        trainer: what is known of its class.
     """
 
     config: Config
@@ -59,6 +70,7 @@ class Options:
     run_dir: str
     config_file: str | None
     schedule: chaos.Schedule
+    trainer: TrainerFacts = dataclasses.field(default_factory=TrainerFacts)
 
 
 def read_options(args: Sequence[str]) -> Options:
@@ -67,12 +79,17 @@ def read_options(args: Sequence[str]) -> Options:
     Raises:
         ConfigError: they can't be run; says why.
     """
-    file, args = take_config_file(args)
-    size_given = _value(args, "fault_tolerance.group_size") is not None or _sets_group_size(file)
-    run_dir = _value(args, "run_dir") or _value(args, "job.run_dir") or ""
+    file, args = take_config_file(with_long_names(args))
+    size_given = (
+        last_value(args, "fault_tolerance.group_size") is not None
+        or value_in_file(file, "fault_tolerance", "group_size") is not None
+    )
+    run_dir = last_value(args, "run_dir") or last_value(args, "job.run_dir") or ""
     resumes = file is None and bool(run_dir) and (Path(run_dir) / "config.toml").exists()
     if resumes:
         file = str(Path(run_dir) / "config.toml")
+    spec = asked_trainer(file, args)
+    trainer = TrainerFacts() if spec == DEFAULT_TRAINER else ask(spec)
     asked = load_config(file, args, cls=LaunchConfig, prog="outlast launch", check=False)
     if asked.run_dir and asked.job.run_dir and Path(asked.run_dir).absolute() != Path(asked.job.run_dir).absolute():
         raise ConfigError(f"--run-dir {asked.run_dir} contradicts job.run_dir = {asked.job.run_dir}: give one of them")
@@ -88,7 +105,9 @@ def read_options(args: Sequence[str]) -> Options:
     ranks = asked.ranks_per_group if asked.ranks_per_group is not None else max(degree, 1)
     if not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(f"--ranks-per-group {ranks}: expected 1 to {MAX_RANKS}")
-    if degree not in (-1, ranks) and not (resumes and _value(args, "parallelism.data_parallel_shard_degree") is None):
+    if degree not in (-1, ranks) and not (
+        resumes and last_value(args, "parallelism.data_parallel_shard_degree") is None
+    ):
         raise ConfigError(
             f"--ranks-per-group {ranks} contradicts parallelism.data_parallel_shard_degree = {degree}: launch sets it, "
             "leave it out"
@@ -99,25 +118,7 @@ def read_options(args: Sequence[str]) -> Options:
     config = Config(**sections)
     check_config(config, ranks)
     schedule = chaos.parse(asked.chaos, asked.chaos_seed)
-    return Options(config, groups, ranks, asked.run_dir or asked.job.run_dir, file, schedule)
-
-
-def _value(args: Sequence[str], name: str) -> str | None:
-    """The last value given to a setting, before anything is checked."""
-    value = None
-    for arg, following in itertools.zip_longest(args, args[1:], fillvalue=""):
-        flag, eq, text = arg.partition("=")
-        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
-            value = text if eq else following
-    return value
-
-
-def _sets_group_size(file: str | None) -> bool:
-    """Whether the file sets `fault_tolerance.group_size`; one that can't be read is refused later, with the reason."""
-    try:
-        return file is not None and "group_size" in tomllib.loads(Path(file).read_text())["fault_tolerance"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return Options(config, groups, ranks, asked.run_dir or asked.job.run_dir, file, schedule, trainer)
 
 
 def group_config(config: Config, number: int, *, run_dir: Path, lighthouse: str, threads: int) -> Config:
