@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outlast.config import (
@@ -70,7 +70,7 @@ class Options:
     run_dir: str
     config_file: str | None
     schedule: chaos.Schedule
-    trainer: TrainerFacts = TrainerFacts()
+    trainer: TrainerFacts = field(default_factory=TrainerFacts)
 
 
 def read_options(args: Sequence[str]) -> Options:
@@ -105,7 +105,8 @@ def read_options(args: Sequence[str]) -> Options:
     ranks = asked.ranks_per_group if asked.ranks_per_group is not None else max(degree, 1)
     if not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(f"--ranks-per-group {ranks}: expected 1 to {MAX_RANKS}")
-    if degree not in (-1, ranks) and not (resumes and last_value(args, "parallelism.data_parallel_shard_degree") is None):
+    degree_given = last_value(args, "parallelism.data_parallel_shard_degree") is not None
+    if degree not in (-1, ranks) and not (resumes and not degree_given):
         raise ConfigError(
             f"--ranks-per-group {ranks} contradicts parallelism.data_parallel_shard_degree = {degree}: launch sets it, "
             "leave it out"
