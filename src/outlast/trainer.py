@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ class Trainer:
     Raises:
         UserError: the corpus, the model or the run folder don't fit the config.
     """
+
+    config_class: ClassVar[type[Config]] = Config
+    """What the config is read into: `Config`, or a subclass with sections of one's own."""
 
     def __init__(self, config: Config, events: EventLog, ranks: Ranks | None = None) -> None:
         t = config.training

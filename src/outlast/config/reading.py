@@ -12,13 +12,13 @@ import itertools
 import re
 import time
 import tomllib
-import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from outlast.config.checking import check_config
+from outlast.config.own import options
 from outlast.config.sections import DEFAULT_TRAINER, Config
 from outlast.errors import ConfigError
 
@@ -82,12 +82,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else "; `outlast train --help` lists all"
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-
-
 def _fits(value: Any, kind: Any) -> bool:
-    for k in _options(kind):
+    for k in options(kind):
         if typing.get_origin(k) is Literal:
             if value in typing.get_args(k):
                 return True
@@ -104,7 +100,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _describe(kind: Any) -> str:
     names = []
-    for k in _options(kind):
+    for k in options(kind):
         if typing.get_origin(k) is Literal:
             names.append("one of " + ", ".join(repr(v) for v in typing.get_args(k)))
         elif k is not type(None):

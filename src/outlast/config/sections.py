@@ -236,6 +236,10 @@ class Config:
 
 C = TypeVar("C", bound=Config)
 
+_OURS = {
+    f"{s.name}.{f.name}" for s in dataclasses.fields(Config) for f in dataclasses.fields(getattr(Config(), s.name))
+}
+
 
 def leaf_values(c: Config) -> Iterator[tuple[str, Any]]:
     """`section.key` and value of every setting."""
@@ -246,11 +250,15 @@ def leaf_values(c: Config) -> Iterator[tuple[str, Any]]:
 
 
 def trajectory_fields(c: Config) -> dict[str, Any]:
-    """`section.key` -> value of every field that decides which weights come out."""
+    """`section.key` -> value of every field that decides which weights come out.
+
+    Of a user's own sections that is every field whose metadata doesn't say `trajectory: False`: nobody knows better.
+    """
     out: dict[str, Any] = {}
     for section in dataclasses.fields(c):
         part = getattr(c, section.name)
         for f in dataclasses.fields(part) if dataclasses.is_dataclass(part) else ():
-            if f.metadata.get("trajectory"):
-                out[f"{section.name}.{f.name}"] = getattr(part, f.name)
+            name = f"{section.name}.{f.name}"
+            if f.metadata.get("trajectory", name not in _OURS):
+                out[name] = getattr(part, f.name)
     return out
