@@ -81,6 +81,10 @@ def read_options(args: Sequence[str]) -> Options:
         ConfigError: they can't be run; says why.
     """
     file, args = take_config_file(with_long_names(args))
+    size_given = (
+        last_value(args, "fault_tolerance.group_size") is not None
+        or value_in_file(file, "fault_tolerance", "group_size") is not None
+    )
     run_dir = last_value(args, "run_dir") or last_value(args, "job.run_dir") or ""
     resumes = file is None and bool(run_dir) and (Path(run_dir) / "config.toml").exists()
     if resumes:
@@ -89,15 +93,11 @@ def read_options(args: Sequence[str]) -> Options:
     if spec != DEFAULT_TRAINER and {"-h", "--help"} & set(args):
         raise SystemExit(show_help(spec))
     with Asked(spec) as trainer:
-        return _complete(args, file, resumes, trainer)
+        return _complete(args, file, trainer, resumes=resumes, size_given=size_given)
 
 
-def _complete(args: Sequence[str], file: str | None, resumes: bool, trainer: Asked) -> Options:
+def _complete(args: Sequence[str], file: str | None, trainer: Asked, *, resumes: bool, size_given: bool) -> Options:
     """Read the config into the trainer's class, and fill in what launch sets."""
-    size_given = (
-        last_value(args, "fault_tolerance.group_size") is not None
-        or value_in_file(file, "fault_tolerance", "group_size") is not None
-    )
     cls = with_options(LaunchConfig, trainer.config_class)
     asked = load_config(file, args, cls=cls, prog="outlast launch", check=False)
     if asked.run_dir and asked.job.run_dir and Path(asked.run_dir).absolute() != Path(asked.job.run_dir).absolute():
