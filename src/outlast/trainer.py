@@ -58,7 +58,9 @@ class Trainer:
         self.units = config.units(self.ranks.size)
         self.unit_size = t.local_batch_size * self.ranks.size
         self.open_data()
-        self.model = self.build_model()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(t.seed)
+            self.model = self.build_model()
         lay_out(self.model, config, self.ranks)
         self.init_weights()
         settle_shards(self.model)
@@ -102,13 +104,25 @@ class Trainer:
         return torch.from_numpy(unit_batch(self.samples, samples.start, len(samples)))
 
     def build_model(self) -> nn.Module:
-        """The model, on the meta device: `init_weights` gives it numbers when it is laid out over the ranks."""
+        """The model: on the CPU, with the numbers that its constructor draws (torch's generator has the seed).
+
+        Or on the meta device: then its `init_weights(seed, device)` gives it numbers, once it is laid out over the ranks.
+        """
         c = self.config
         return build(c.model, self.corpus.vocab_size, c.training.seq_len)
 
     def init_weights(self) -> None:
         """Give the model its device and the seed's initial numbers, the same for any number of ranks."""
-        self.model.init_weights(self.config.training.seed, self.device)  # pyright: ignore
+        make = getattr(self.model, "init_weights", None)
+        if make is not None:
+            make(self.config.training.seed, self.device)
+        elif any(p.is_meta for p in self.model.parameters()):
+            raise UserError(
+                f"{type(self.model).__name__} is on the meta device and has no init_weights(seed, device): "
+                "give it one, or build it on the CPU"
+            )
+        else:
+            self.model.to(self.device)
 
     def loss(self, batch: Tensor) -> tuple[Tensor, int]:
         """Summed loss of one unit's sequences.
