@@ -350,7 +350,16 @@ def test_what_decides_the_weights_is_marked():
     """And nothing else: where a run is written and how fast it goes may differ between its groups."""
     fields = trajectory_fields(Config())
     rest = {"training.threads", "training.unit_pause_ms", "training.device"}
-    never = ("job.run_dir", "job.callbacks", "data.", "checkpoint.", "fault_tolerance.", "metrics.", "parallelism.", *rest)
+    never = (
+        "job.run_dir",
+        "job.callbacks",
+        "data.",
+        "checkpoint.",
+        "fault_tolerance.",
+        "metrics.",
+        "parallelism.",
+        *rest,
+    )
     assert not [key for key in fields if key.startswith(never)]
     for section in ("model", "training", "optimizer", "lr_scheduler", "activation_checkpoint", "compile"):
         keys = {f"{section}.{f.name}" for f in dataclasses.fields(getattr(Config(), section))}

@@ -14,7 +14,7 @@ SIZE, PATCH = 16, 4
 def picture(chance: torch.Generator) -> Tensor:
     """A disc, a square or a cross somewhere: [SIZE * SIZE] in patch order, -1 to 1."""
     u = torch.rand(4, generator=chance)
-    radius = 2.5 + 2.5 * float(u[0])
+    radius = 4.5 + 2 * float(u[0])
     x, y = (torch.arange(SIZE) - radius - float(u[i]) * (SIZE - 1 - 2 * radius) for i in (1, 2))
     across, down = x.abs()[None, :], y.abs()[:, None]
     far = [(across**2 + down**2).sqrt(), torch.maximum(across, down), torch.minimum(across, down) * 3]

@@ -106,7 +106,7 @@ class Trainer:
     def build_model(self) -> nn.Module:
         """The model: on the CPU, with the numbers that its constructor draws (torch's generator has the seed).
 
-        Or on the meta device: then its `init_weights(seed, device)` gives it numbers, once it is laid out over the ranks.
+        Or on the meta device: its `init_weights(seed, device)` gives it numbers, once it is laid out over the ranks.
         """
         c = self.config
         return build(c.model, self.corpus.vocab_size, c.training.seq_len)
