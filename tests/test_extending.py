@@ -1,14 +1,21 @@
 """What a user adds: a trainer, a config section, callbacks, an evaluation. None of it knows of fault tolerance."""
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import digests_of, tiny_config, trained
 
 from outlast import saves
 from outlast.audit import audit
+from outlast.callbacks import Callback, Step
+from outlast.classes import load_trainer
+from outlast.config import load_config, to_toml
+from outlast.errors import ConfigError
 from outlast.events import read_events
 
 ROOT = Path(__file__).parent.parent
@@ -65,11 +72,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fine", "expected module:Class"),
     ],
 )
-@pytest.mark.parametrize("command", ["train"])
-def test_a_trainer_that_cannot_be_used_is_refused_in_one_line(folder: Path, command: str, spec: str, why: str) -> None:
-    said = outlast(command, "--trainer", spec, cwd=folder)
+def test_a_trainer_that_cannot_be_used_is_refused_in_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, spec: str, why: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError) as said:
+        load_trainer(spec)
+    assert why in str(said.value)
+
+
+def test_train_refuses_it_before_anything_is_made(folder: Path) -> None:
+    said = outlast("train", "--trainer", "raises:Mine", cwd=folder)
     assert said.returncode == 2
-    assert why in said.stderr and len(said.stderr.splitlines()) == 1, said.stderr
+    assert "raises.py:3" in said.stderr and len(said.stderr.splitlines()) == 1, said.stderr
     assert not (folder / "runs").exists()
 
 
@@ -130,3 +145,61 @@ def test_own_settings_decide_the_trajectory_unless_they_say_otherwise(flow: Path
     assert said.returncode == 0 and "nothing to do" in said.stdout
     said = outlast(*again, "--flow.width=32")
     assert said.returncode == 2 and "flow.width = 64, this one has 32" in said.stderr
+
+
+# --- Callbacks -------------------------------------------------------------------------------------
+
+
+class Hostile(Callback):
+    """Leaves everything that it can reach in another state."""
+
+    def on_step(self, step: Step) -> None:
+        with pytest.raises(AttributeError):
+            step.loss = 0.0  # pyright: ignore[reportAttributeAccessIssue]
+        torch.manual_seed(step.step)
+        torch.randn(3)
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        random.seed(1)
+        (self.run_dir / "told").open("a").write(f"{step.step}\n")
+
+
+class Broken(Callback):
+    """Raises at its second step."""
+
+    def on_step(self, step: Step) -> None:
+        if step.step == 2:
+            raise ValueError("not\nmine")
+        assert step.step == 1, "it is off"
+
+
+def test_a_callback_cannot_change_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = tiny_config(tmp_path / "quiet")
+    trained(quiet)
+    before = torch.get_rng_state()
+    told = tiny_config(tmp_path / "told", job={"callbacks": (f"{__name__}:Broken", f"{__name__}:Hostile")})
+    trained(told)
+    assert digests_of(told) == digests_of(quiet)
+    assert (tmp_path / "told" / "told").read_text().split() == ["1", "2", "3", "4", "5", "6"]
+    assert torch.equal(torch.get_rng_state(), before)
+    said = [line for line in capsys.readouterr().err.splitlines() if "switched off" in line]
+    assert len(said) == 1 and "Broken" in said[0] and "ValueError: not mine" in said[0]
+
+
+def test_callbacks_are_a_list_in_toml_and_flags(tmp_path: Path) -> None:
+    config = load_config(None, ["--job.callbacks=a:A,b:B"])
+    assert config.job.callbacks == ("a:A", "b:B")
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "run.toml") == config
+    assert load_config(None, []).job.callbacks == ()
+    (tmp_path / "bad.toml").write_text("[job]\ncallbacks = [1]\n")
+    with pytest.raises(ConfigError, match="list of strings"):
+        load_config(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_a_callback_that_is_not_there_is_refused_before_anything_starts(folder: Path, command: str) -> None:
+    said = outlast(command, "--job.callbacks=fine:Fine", cwd=folder)
+    assert said.returncode == 2 and "isn't a subclass of outlast.callbacks.Callback" in said.stderr
+    assert not (folder / "runs").exists()

@@ -41,6 +41,10 @@ def train_command(args: Sequence[str]) -> int:
     cls = Config if trainer == DEFAULT_TRAINER else config_class(load_trainer(trainer))
     config = load_config(file, rest, cls=cls, prog="outlast train", check=False)
     check_config(config, seat.size)
+    if config.job.callbacks:
+        from outlast.callbacks import load_callbacks
+
+        load_callbacks(config.job.callbacks)  # refused before anything is made
     if not config.job.run_dir:
         config = with_run_dir(config, new_run_dir(file, shared=config.fault_tolerance.enable))  # rank 0's counts
     if seat.rank == 0:

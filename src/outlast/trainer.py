@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from outlast import __version__, checkpoint, saves
 from outlast.accumulate import Totals, make_sums
+from outlast.callbacks import Callbacks, Step
 from outlast.config import Config, to_toml, trajectory_fields
 from outlast.data.corpus import open_corpus
 from outlast.data.order import Samples, hash_of_samples, unit_batch, unit_samples
@@ -68,6 +69,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.params, config.optimizer)
         self.sums = make_sums(t.accumulation, self.params, self.units, self.unit_size * t.seq_len, self.ranks)
         self.metrics = Metrics(config, self.run_dir)
+        self.callbacks = Callbacks(config.job.callbacks, self.run_dir)
         self.step = 0
         """Updates committed."""
         self.skipped_in_a_row = 0
@@ -245,7 +247,7 @@ class Trainer:
             seconds=round(now - self._committed_at, 6),
             **facts,
         )
-        self._committed_at = now
+        seconds, self._committed_at = now - self._committed_at, now
         if skipped:
             self.say(f"step {step}: update skipped: {skipped}")
         else:
@@ -256,6 +258,9 @@ class Trainer:
         self.step = step
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.after_commit({"loss": totals.loss, "lr": lr, "grad_norm": norm}, totals.tokens)
+        if self.callbacks and self.speaks():
+            steps = self.config.training.steps
+            self.callbacks.on_step(Step(step, steps, totals.loss, lr, norm, totals.tokens, seconds))
 
     def say(self, text: str) -> None:
         """A line for people, once for all ranks."""
@@ -279,7 +284,7 @@ class Trainer:
     def after_commit(self, values: dict[str, float], tokens: int) -> None:
         """Report, digest and save, each when it is due."""
         c, last = self.config, self.step == self.config.training.steps
-        self.metrics.step(self.step, tokens, values, speaks=self.writes() and self.ranks.rank == 0)
+        self.metrics.step(self.step, tokens, values, speaks=self.speaks())
         if last or (c.metrics.digest_every and self.step % c.metrics.digest_every == 0):
             self.digests = {self.step: self.digest()}
             self.events.emit("digest", step=self.step, sha256=self.digests[self.step])
@@ -307,6 +312,10 @@ class Trainer:
     def writes(self) -> bool:
         """Whether this group writes the run's saves and curves."""
         return True
+
+    def speaks(self) -> bool:
+        """Whether this process reports for the run."""
+        return self.writes() and self.ranks.rank == 0
 
     def unsaved(self) -> bool:
         """Whether there is no whole save of this step."""

@@ -130,11 +130,15 @@ def _toml_args(file: str | Path | None, cls: type) -> list[str]:
             raise ConfigError(
                 f"config file {file}: {key} = {value!r} has the wrong type or value; expected {_describe(known[key])}"
             )
+        if isinstance(value, list) and not all(isinstance(v, str) for v in value):
+            raise ConfigError(f"config file {file}: {key} = {value!r}: expected a list of strings")
         out += _normal_args([f"--{key}={_flag_text(value)}"], known)
     return out
 
 
 def _flag_text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -187,6 +191,9 @@ def _normal_args(args: Sequence[str], known: dict[str, Any]) -> list[str]:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{name}: a value is missing; write --{name}=VALUE")
             value = rest.pop(0)
+        if typing.get_origin(known[name]) is tuple:
+            out += [f"--{name}", *filter(None, (v.strip() for v in value.split(",")))]
+            continue
         out.append(f"--{name}={value}")
     return out
 
@@ -202,7 +209,10 @@ def to_toml(c: Config) -> str:
         for key, value in dataclasses.asdict(part).items():
             if value is None:
                 continue
-            text = _toml_string(value) if isinstance(value, str) else _flag_text(value)
+            if isinstance(value, tuple):
+                text = f"[{', '.join(map(_toml_string, value))}]"
+            else:
+                text = _toml_string(value) if isinstance(value, str) else _flag_text(value)
             lines.append(f"{key} = {text}")
         lines.append("")
     return "\n".join(lines)

@@ -30,6 +30,8 @@ class Job:
     trainer: str = trajectory(DEFAULT_TRAINER)
     """Class that trains, as module:Class, looked for in the working directory first; `--trainer` for short. What to
     write in one is in docs/extending.md."""
+    callbacks: tuple[str, ...] = ()
+    """Classes that are told of steps and evaluations, as module:Class; with commas between them as a flag."""
 
 
 @dataclass(frozen=True)

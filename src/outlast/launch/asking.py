@@ -50,7 +50,7 @@ class Asked:
         Raises:
             ConfigError: one of them refuses.
         """
-        if self._sock is not None:
+        if self._sock is not None or config.job.callbacks:
             self._ask({"check": dataclasses.asdict(config)})
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +70,8 @@ class Asked:
             answer = None
         if answer is None:
             assert self._child is not None
-            raise ConfigError(f"job.trainer = {self.spec!r}: importing it ends the process: exit {self._child.wait()}")
+            what = f"job.trainer = {self.spec!r}" if "trainer" in question else "job.callbacks"
+            raise ConfigError(f"{what}: importing it ends the process: exit {self._child.wait()}")
         if "error" in answer:
             raise ConfigError(answer["error"])
         return answer
@@ -99,6 +100,7 @@ def show_help(spec: str) -> int:
 
 
 def _answer(question: dict[str, Any], known: dict[str, type[Config]]) -> dict[str, Any]:
+    from outlast.callbacks import load_callbacks
     from outlast.classes import config_class, load_trainer, replaces
     from outlast.config import check_section
 
@@ -108,6 +110,7 @@ def _answer(question: dict[str, Any], known: dict[str, type[Config]]) -> dict[st
             known["config"] = config_class(trainer)
             return {"reads_corpus": not replaces(trainer, "open_data"), "config": described(known["config"])}
         config = config_from_dict(known.get("config", Config), question["check"])
+        load_callbacks(config.job.callbacks)
         for section in dataclasses.fields(config):
             check_section(config, section.name)
     except ConfigError as e:
