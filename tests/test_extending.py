@@ -1,5 +1,6 @@
 """What a user adds: a trainer, a config section, callbacks, an evaluation. None of it knows of fault tolerance."""
 
+import math
 import os
 import random
 import subprocess
@@ -8,15 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import digests_of, tiny_config, trained
+from conftest import digests_of, events_of, tiny_config, trained
 
 from outlast import saves
 from outlast.audit import audit
-from outlast.callbacks import Callback, Step
+from outlast.callbacks import Callback, Evaluation, Step
 from outlast.classes import load_trainer
 from outlast.config import load_config, to_toml
 from outlast.errors import ConfigError
 from outlast.events import read_events
+from outlast.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 FLOW = ["--config", "examples/flow_matching/config.toml", "--metrics.digest_every=10"]
@@ -203,3 +205,44 @@ def test_a_callback_that_is_not_there_is_refused_before_anything_starts(folder: 
     said = outlast(command, "--job.callbacks=fine:Fine", cwd=folder)
     assert said.returncode == 2 and "isn't a subclass of outlast.callbacks.Callback" in said.stderr
     assert not (folder / "runs").exists()
+
+
+# --- Evaluation ------------------------------------------------------------------------------------
+
+
+class Evaluated(Trainer):
+    """Looks at its loss on a batch, and draws random numbers."""
+
+    def evaluate(self) -> dict[str, float]:
+        assert not self.model.training and not torch.is_grad_enabled()
+        torch.manual_seed(self.step)
+        loss, tokens = self.loss(self.batch(range(2)).to(self.device))
+        return {"loss": float(loss) / tokens, "odd": math.inf}
+
+
+class Listener(Callback):
+    """Writes down what it is told."""
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        with pytest.raises(TypeError):
+            evaluation.values["loss"] = 0.0  # pyright: ignore[reportIndexIssue]
+        (self.run_dir / "told").open("a").write(f"{evaluation.step} {evaluation.values['loss']:.4f}\n")
+
+
+def test_an_evaluation_is_told_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = tiny_config(tmp_path / "quiet")
+    trained(quiet)
+    config = tiny_config(
+        tmp_path / "told", job={"callbacks": (f"{__name__}:Listener",)}, metrics={"evaluate_every": 4, "log_freq": 1000}
+    )
+    before = torch.get_rng_state()
+    trainer = trained(config, Evaluated)
+    assert torch.equal(torch.get_rng_state(), before) and trainer.model.training
+    assert digests_of(config) == digests_of(quiet)
+    found = events_of(config, "evaluation")
+    assert [e["step"] for e in found] == [4, 6], "every 4 steps and at the end"
+    assert all(e["values"]["odd"] is None and e["values"]["loss"] > 0 for e in found)
+    assert "step 4: evaluation: loss " in capsys.readouterr().out
+    told = [f"{e['step']} {e['values']['loss']:.4f}" for e in found]
+    assert (tmp_path / "told" / "told").read_text().splitlines() == told
+    assert not events_of(quiet, "evaluation"), "no trainer of ours has one"

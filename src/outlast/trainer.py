@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from outlast import __version__, checkpoint, saves
 from outlast.accumulate import Totals, make_sums
-from outlast.callbacks import Callbacks, Step
+from outlast.callbacks import Callbacks, Evaluation, Step, kept_state
 from outlast.config import Config, to_toml, trajectory_fields
 from outlast.data.corpus import open_corpus
 from outlast.data.order import Samples, hash_of_samples, unit_batch, unit_samples
@@ -138,6 +138,15 @@ class Trainer:
         with self.autocast():
             logits = self.model(batch[:, :-1])
         return token_loss(logits, batch[:, 1:])
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the model as it is, every `metrics.evaluate_every` steps and at the end; none by default.
+
+        Called on all ranks of the group that writes the run's saves, in `eval` mode and without gradients; rank 0's
+        values count. It may draw random numbers, and mustn't change the model. The other groups wait for it as they do
+        for a save.
+        """
+        return {}
 
     def autocast(self) -> AbstractContextManager[Any]:
         """`training.mixed_precision_param` for the matrix products; sharded weights are gathered in that type."""
@@ -288,6 +297,8 @@ class Trainer:
         if last or (c.metrics.digest_every and self.step % c.metrics.digest_every == 0):
             self.digests = {self.step: self.digest()}
             self.events.emit("digest", step=self.step, sha256=self.digests[self.step])
+        if self.writes() and (last or (c.metrics.evaluate_every and self.step % c.metrics.evaluate_every == 0)):
+            self.run_evaluation()
         if c.checkpoint.enable and self.writes() and (last or self.step % c.checkpoint.interval == 0):
             self.save()
         if self.skipped_in_a_row >= c.training.max_skipped_steps:
@@ -295,6 +306,28 @@ class Trainer:
                 f"{self.skipped_in_a_row} updates in a row were skipped (training.max_skipped_steps), the last at step "
                 f"{self.step}: lower optimizer.lr, or look at the data"
             )
+
+    def run_evaluation(self) -> None:
+        """Evaluate, say what came out, and leave no trace in what is trained."""
+        if type(self).evaluate is Trainer.evaluate:
+            return
+        started = time.perf_counter()
+        training = [module for module in self.model.modules() if module.training]
+        with kept_state(), torch.no_grad():
+            self.model.eval()
+            try:
+                values = {str(name): float(value) for name, value in self.evaluate().items()}
+            finally:
+                for module in training:
+                    module.training = True
+        values = self.ranks.first(values)
+        told = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.events.emit("evaluation", step=self.step, values=told, seconds=since(started))
+        if self.speaks():
+            self.metrics.evaluation(self.step, values)
+            if self.callbacks:
+                self.callbacks.on_evaluation(Evaluation(self.step, values))
+        self.metrics.restart_clock()
 
     def finish(self) -> None:
         """Leave the run in good order: everything saved, and marked as done if it is."""

@@ -52,6 +52,7 @@ def check_config(c: Config, ranks: int = 1) -> None:
         ("checkpoint.keep_latest_k", c.checkpoint.keep_latest_k),
         ("fault_tolerance.replica_id", f.replica_id),
         ("metrics.digest_every", c.metrics.digest_every),
+        ("metrics.evaluate_every", c.metrics.evaluate_every),
     ]:
         if not value >= 0:
             raise ConfigError(f"{name} = {value}: expected 0 or more")

@@ -210,6 +210,8 @@ class Metrics:
     """Steps between log lines."""
     digest_every: int = 10
     """Steps between SHA-256 digests over weights and optimizer state. 0: at the end only."""
+    evaluate_every: int = 0
+    """Steps between evaluations, for a trainer that has any (`Trainer.evaluate`). 0: at the end only."""
     enable_tensorboard: bool = True
     """Write curves for TensorBoard under the run folder."""
 
