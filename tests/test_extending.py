@@ -3,19 +3,20 @@
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import digests_of, events_of, tiny_config, trained
+from conftest import digests_of, events_of, tiny_config, tiny_trainer, trained
 
 from outlast import saves
 from outlast.audit import audit
 from outlast.callbacks import Callback, Evaluation, Step
-from outlast.classes import load_trainer
-from outlast.config import load_config, to_toml
+from outlast.classes import config_class, load_trainer
+from outlast.config import Config, load_config, to_toml
 from outlast.errors import ConfigError
 from outlast.events import read_events
 from outlast.trainer import Trainer
@@ -246,3 +247,43 @@ def test_an_evaluation_is_told_and_changes_nothing(tmp_path: Path, capsys: pytes
     told = [f"{e['step']} {e['values']['loss']:.4f}" for e in found]
     assert (tmp_path / "told" / "told").read_text().splitlines() == told
     assert not events_of(quiet, "evaluation"), "no trainer of ours has one"
+
+
+# --- docs/extending.md -----------------------------------------------------------------------------
+
+FILES = sorted(path for path in (ROOT / "examples" / "extending").glob("*.py") if path.name != "__init__.py")
+
+
+def test_the_docs_show_the_files_as_they_are() -> None:
+    text = (ROOT / "docs" / "extending.md").read_text()
+    shown = re.findall(r"`(examples/\S+)`:\n\n```python\n(.*?)```\n", text, re.DOTALL)
+    assert sorted(name for name, _ in shown) == [str(path.relative_to(ROOT)) for path in FILES]
+    for name, code in shown:
+        assert code == (ROOT / name).read_text(), name
+
+
+@pytest.mark.parametrize(
+    "spec", ["model:RecurrentTrainer", "trainer:SmoothTrainer", "dataset:CountingTrainer", "section:NoiseTrainer"]
+)
+def test_what_the_docs_show_trains_and_resumes_to_the_same_bits(tmp_path: Path, spec: str) -> None:
+    spec = f"examples.extending.{spec}"
+    cls = load_trainer(spec)
+    callbacks = "examples.extending.callback:Table"
+
+    def config(name: str, steps: int) -> Config:
+        (tmp_path / "tiny.toml").write_text(to_toml(tiny_config(tmp_path / name)))
+        return load_config(
+            tmp_path / "tiny.toml",
+            [f"--job.trainer={spec}", f"--job.callbacks={callbacks}", f"--training.steps={steps}"],
+            cls=config_class(cls),
+        )
+
+    whole = trained(config("whole", 6), cls)
+    assert len((whole.run_dir / "steps.csv").read_text().splitlines()) == 6
+    assert (whole.run_dir / "evaluations.csv").exists() == (cls.evaluate is not Trainer.evaluate)
+    broken = tiny_trainer(config("broken", 6), cls)
+    broken.begin()
+    for _ in range(3):
+        broken.train_step()
+    broken.finish()
+    assert trained(config("broken", 6), cls).digest() == whole.digest()
