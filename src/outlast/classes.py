@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
-from outlast.config.sections import DEFAULT_TRAINER
+from outlast.config import DEFAULT_TRAINER, Config, asked_trainer, load_config
+from outlast.config.own import check_class
 from outlast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +54,27 @@ def load_trainer(spec: str) -> "type[Trainer]":
                 f"them too, or call super().{seam}()"
             )
     return cls
+
+
+def config_class(trainer: "type[Trainer]") -> type[Config]:
+    """The class of a trainer's config.
+
+    Raises:
+        ConfigError: it isn't one that can be read, written down and sent.
+    """
+    try:
+        return check_class(trainer.config_class)
+    except ConfigError as e:
+        raise ConfigError(f"{trainer.__module__}.{trainer.__name__}: {e}") from None
+
+
+def load_run_config(file: str | Path) -> Config:
+    """The config that a run keeps in its folder, with the sections of its own trainer.
+
+    Raises:
+        ConfigError: it can't be read, or its trainer isn't there any more.
+    """
+    return load_config(file, cls=config_class(load_trainer(asked_trainer(file, ()))))
 
 
 def replaces(cls: "type[Trainer]", seam: str) -> bool:

@@ -60,6 +60,12 @@ class Metrics:
             self._curves(step, {**values, "tokens_per_second": rate})
         self.restart_clock()
 
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Print and plot what an evaluation gave; its time isn't the training's."""
+        print(f"step {step}: evaluation: " + "  ".join(f"{k} {v:.4g}" for k, v in values.items()), flush=True)
+        if self.config.metrics.enable_tensorboard:
+            self._curves(step, {f"evaluation/{k}": v for k, v in values.items()})
+
     def _curves(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter

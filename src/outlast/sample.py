@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from outlast import checkpoint
-from outlast.config import Config, load_config
+from outlast.classes import load_run_config, load_trainer, replaces
+from outlast.config import Config
 from outlast.data.corpus import Corpus, open_corpus
 from outlast.errors import ConfigError, UserError
 from outlast.models import build
@@ -77,7 +78,11 @@ class RunModel:
             raise UserError(
                 f"{run_dir}: no run here (no config.toml); give the folder that `train` or `launch` printed"
             )
-        self.config: Config = load_config(run_dir / "config.toml")
+        self.config: Config = load_run_config(run_dir / "config.toml")
+        if any(replaces(load_trainer(self.config.job.trainer), seam) for seam in ("open_data", "build_model")):
+            raise UserError(
+                f"{run_dir}: its trainer, {self.config.job.trainer}, has a model or data of its own: no text"
+            )
         self.corpus: Corpus = open_corpus(self.config.data)
         self.model = build(self.config.model, self.corpus.vocab_size, self.config.training.seq_len)
         self.model.init_weights(self.config.training.seed, torch.device("cpu"))

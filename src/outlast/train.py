@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from outlast import saves
-from outlast.classes import load_trainer
+from outlast.classes import config_class, load_trainer
 from outlast.cli import main
 from outlast.config import (
     DEFAULT_TRAINER,
+    Config,
     asked_trainer,
     check_config,
     load_config,
@@ -39,10 +40,14 @@ def train_command(args: Sequence[str]) -> int:
     if number := os.environ.get(GROUP, ""):
         rest = [f"--fault_tolerance.replica_id={number}", *rest]  # a later flag wins
     seat = Seat.from_env()
-    if (trainer := asked_trainer(file, rest)) != DEFAULT_TRAINER:
-        load_trainer(trainer)
-    config = load_config(file, rest, prog="outlast train", check=False)
+    trainer = asked_trainer(file, rest)
+    cls = Config if trainer == DEFAULT_TRAINER else config_class(load_trainer(trainer))
+    config = load_config(file, rest, cls=cls, prog="outlast train", check=False)
     check_config(config, seat.size)
+    if config.job.callbacks:
+        from outlast.callbacks import load_callbacks
+
+        load_callbacks(config.job.callbacks)  # refused before anything is made
     if not config.job.run_dir:
         config = with_run_dir(config, new_run_dir(file, shared=config.fault_tolerance.enable))  # rank 0's counts
     if seat.rank == 0:

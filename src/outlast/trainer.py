@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from outlast import __version__, checkpoint, saves
 from outlast.accumulate import Totals, make_sums
+from outlast.callbacks import Callbacks, Evaluation, Step, kept_state
 from outlast.config import Config, to_toml, trajectory_fields
 from outlast.data.corpus import open_corpus
 from outlast.data.order import Samples, hash_of_samples, unit_batch, unit_samples
@@ -45,6 +46,9 @@ class Trainer:
         UserError: the corpus, the model or the run folder don't fit the config.
     """
 
+    config_class: ClassVar[type[Config]] = Config
+    """What the config is read into: `Config`, or a subclass with sections of one's own."""
+
     def __init__(self, config: Config, events: EventLog, ranks: Ranks | None = None) -> None:
         t = config.training
         self.config = config
@@ -55,7 +59,9 @@ class Trainer:
         self.units = config.units(self.ranks.size)
         self.unit_size = t.local_batch_size * self.ranks.size
         self.open_data()
-        self.model = self.build_model()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(t.seed)
+            self.model = self.build_model()
         lay_out(self.model, config, self.ranks)
         self.init_weights()
         settle_shards(self.model)
@@ -63,6 +69,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.params, config.optimizer)
         self.sums = make_sums(t.accumulation, self.params, self.units, self.unit_size * t.seq_len, self.ranks)
         self.metrics = Metrics(config, self.run_dir)
+        self.callbacks = Callbacks(config.job.callbacks, self.run_dir)
         self.step = 0
         """Updates committed."""
         self.skipped_in_a_row = 0
@@ -99,13 +106,25 @@ class Trainer:
         return torch.from_numpy(unit_batch(self.samples, samples.start, len(samples)))
 
     def build_model(self) -> nn.Module:
-        """The model, on the meta device: `init_weights` gives it numbers when it is laid out over the ranks."""
+        """The model: on the CPU, with the numbers that its constructor draws (torch's generator has the seed).
+
+        Or on the meta device: its `init_weights(seed, device)` gives it numbers, once it is laid out over the ranks.
+        """
         c = self.config
         return build(c.model, self.corpus.vocab_size, c.training.seq_len)
 
     def init_weights(self) -> None:
         """Give the model its device and the seed's initial numbers, the same for any number of ranks."""
-        self.model.init_weights(self.config.training.seed, self.device)  # pyright: ignore
+        make = getattr(self.model, "init_weights", None)
+        if make is not None:
+            make(self.config.training.seed, self.device)
+        elif any(p.is_meta for p in self.model.parameters()):
+            raise UserError(
+                f"{type(self.model).__name__} is on the meta device and has no init_weights(seed, device): "
+                "give it one, or build it on the CPU"
+            )
+        else:
+            self.model.to(self.device)
 
     def loss(self, batch: Tensor) -> tuple[Tensor, int]:
         """Summed loss of one unit's sequences.
@@ -119,6 +138,15 @@ class Trainer:
         with self.autocast():
             logits = self.model(batch[:, :-1])
         return token_loss(logits, batch[:, 1:])
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the model as it is, every `metrics.evaluate_every` steps and at the end; none by default.
+
+        Called on all ranks of the group that writes the run's saves, in `eval` mode and without gradients; rank 0's
+        values count. It may draw random numbers, and mustn't change the model. The other groups wait for it as they do
+        for a save.
+        """
+        return {}
 
     def autocast(self) -> AbstractContextManager[Any]:
         """`training.mixed_precision_param` for the matrix products; sharded weights are gathered in that type."""
@@ -228,7 +256,7 @@ class Trainer:
             seconds=round(now - self._committed_at, 6),
             **facts,
         )
-        self._committed_at = now
+        seconds, self._committed_at = now - self._committed_at, now
         if skipped:
             self.say(f"step {step}: update skipped: {skipped}")
         else:
@@ -239,6 +267,9 @@ class Trainer:
         self.step = step
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.after_commit({"loss": totals.loss, "lr": lr, "grad_norm": norm}, totals.tokens)
+        if self.callbacks and self.speaks():
+            steps = self.config.training.steps
+            self.callbacks.on_step(Step(step, steps, totals.loss, lr, norm, totals.tokens, seconds))
 
     def say(self, text: str) -> None:
         """A line for people, once for all ranks."""
@@ -262,10 +293,12 @@ class Trainer:
     def after_commit(self, values: dict[str, float], tokens: int) -> None:
         """Report, digest and save, each when it is due."""
         c, last = self.config, self.step == self.config.training.steps
-        self.metrics.step(self.step, tokens, values, speaks=self.writes() and self.ranks.rank == 0)
+        self.metrics.step(self.step, tokens, values, speaks=self.speaks())
         if last or (c.metrics.digest_every and self.step % c.metrics.digest_every == 0):
             self.digests = {self.step: self.digest()}
             self.events.emit("digest", step=self.step, sha256=self.digests[self.step])
+        if self.writes() and (last or (c.metrics.evaluate_every and self.step % c.metrics.evaluate_every == 0)):
+            self.run_evaluation()
         if c.checkpoint.enable and self.writes() and (last or self.step % c.checkpoint.interval == 0):
             self.save()
         if self.skipped_in_a_row >= c.training.max_skipped_steps:
@@ -273,6 +306,28 @@ class Trainer:
                 f"{self.skipped_in_a_row} updates in a row were skipped (training.max_skipped_steps), the last at step "
                 f"{self.step}: lower optimizer.lr, or look at the data"
             )
+
+    def run_evaluation(self) -> None:
+        """Evaluate, say what came out, and leave no trace in what is trained."""
+        if type(self).evaluate is Trainer.evaluate:
+            return
+        started = time.perf_counter()
+        training = [module for module in self.model.modules() if module.training]
+        with kept_state(), torch.no_grad():
+            self.model.eval()
+            try:
+                values = {str(name): float(value) for name, value in self.evaluate().items()}
+            finally:
+                for module in training:
+                    module.training = True
+        values = self.ranks.first(values)
+        told = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.events.emit("evaluation", step=self.step, values=told, seconds=since(started))
+        if self.speaks():
+            self.metrics.evaluation(self.step, values)
+            if self.callbacks:
+                self.callbacks.on_evaluation(Evaluation(self.step, values))
+        self.metrics.restart_clock()
 
     def finish(self) -> None:
         """Leave the run in good order: everything saved, and marked as done if it is."""
@@ -290,6 +345,10 @@ class Trainer:
     def writes(self) -> bool:
         """Whether this group writes the run's saves and curves."""
         return True
+
+    def speaks(self) -> bool:
+        """Whether this process reports for the run."""
+        return self.writes() and self.ranks.rank == 0
 
     def unsaved(self) -> bool:
         """Whether there is no whole save of this step."""

@@ -1,7 +1,7 @@
 """The configuration of a run: its sections, how they are read, and how they are checked. Imports no torch."""
 
 from outlast.config.addresses import host_and_port, job_token, lighthouse_address
-from outlast.config.checking import MAX_UNITS, check_config
+from outlast.config.checking import MAX_UNITS, check_config, check_section
 from outlast.config.reading import (
     asked_trainer,
     last_value,
@@ -53,6 +53,7 @@ __all__ = [
     "Training",
     "asked_trainer",
     "check_config",
+    "check_section",
     "host_and_port",
     "job_token",
     "last_value",

@@ -1,9 +1,10 @@
 """Looking at a config as a whole, before anything starts."""
 
+import dataclasses
 import math
 
 from outlast.config.sections import Config, leaf_values
-from outlast.errors import ConfigError
+from outlast.errors import ConfigError, UserError
 
 
 def check_config(c: Config, ranks: int = 1) -> None:
@@ -51,6 +52,7 @@ def check_config(c: Config, ranks: int = 1) -> None:
         ("checkpoint.keep_latest_k", c.checkpoint.keep_latest_k),
         ("fault_tolerance.replica_id", f.replica_id),
         ("metrics.digest_every", c.metrics.digest_every),
+        ("metrics.evaluate_every", c.metrics.evaluate_every),
     ]:
         if not value >= 0:
             raise ConfigError(f"{name} = {value}: expected 0 or more")
@@ -79,6 +81,26 @@ def check_config(c: Config, ranks: int = 1) -> None:
         )
     if f.enable:
         _check_fault_tolerance(c, ranks)
+    for section in dataclasses.fields(c):
+        check_section(c, section.name)
+
+
+def check_section(c: Config, name: str) -> None:
+    """Let a section of a user's own look at its values: its `check()`, if it has one, raises for bad ones.
+
+    Raises:
+        ConfigError: it did.
+    """
+    check = getattr(getattr(c, name), "check", None)
+    if not callable(check):
+        return
+    try:
+        check()
+    except UserError as e:
+        raise ConfigError(str(e)) from None
+    except Exception as e:
+        kind = "" if isinstance(e, ValueError) else f"{type(e).__name__}: "
+        raise ConfigError(f"[{name}]: {kind}{e}") from None
 
 
 _LIMITS = {"training.threads": 4096, "training.unit_pause_ms": 86_400_000, "training.seed": 2**63}

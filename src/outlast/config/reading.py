@@ -12,13 +12,13 @@ import itertools
 import re
 import time
 import tomllib
-import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from outlast.config.checking import check_config
+from outlast.config.own import options
 from outlast.config.sections import DEFAULT_TRAINER, Config
 from outlast.errors import ConfigError
 
@@ -82,12 +82,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else "; `outlast train --help` lists all"
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-
-
 def _fits(value: Any, kind: Any) -> bool:
-    for k in _options(kind):
+    for k in options(kind):
         if typing.get_origin(k) is Literal:
             if value in typing.get_args(k):
                 return True
@@ -104,7 +100,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _describe(kind: Any) -> str:
     names = []
-    for k in _options(kind):
+    for k in options(kind):
         if typing.get_origin(k) is Literal:
             names.append("one of " + ", ".join(repr(v) for v in typing.get_args(k)))
         elif k is not type(None):
@@ -134,11 +130,15 @@ def _toml_args(file: str | Path | None, cls: type) -> list[str]:
             raise ConfigError(
                 f"config file {file}: {key} = {value!r} has the wrong type or value; expected {_describe(known[key])}"
             )
+        if isinstance(value, list) and not all(isinstance(v, str) for v in value):
+            raise ConfigError(f"config file {file}: {key} = {value!r}: expected a list of strings")
         out += _normal_args([f"--{key}={_flag_text(value)}"], known)
     return out
 
 
 def _flag_text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -191,6 +191,9 @@ def _normal_args(args: Sequence[str], known: dict[str, Any]) -> list[str]:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{name}: a value is missing; write --{name}=VALUE")
             value = rest.pop(0)
+        if typing.get_origin(known[name]) is tuple:
+            out += [f"--{name}", *filter(None, (v.strip() for v in value.split(",")))]
+            continue
         out.append(f"--{name}={value}")
     return out
 
@@ -206,7 +209,10 @@ def to_toml(c: Config) -> str:
         for key, value in dataclasses.asdict(part).items():
             if value is None:
                 continue
-            text = _toml_string(value) if isinstance(value, str) else _flag_text(value)
+            if isinstance(value, tuple):
+                text = f"[{', '.join(map(_toml_string, value))}]"
+            else:
+                text = _toml_string(value) if isinstance(value, str) else _flag_text(value)
             lines.append(f"{key} = {text}")
         lines.append("")
     return "\n".join(lines)

@@ -30,6 +30,8 @@ class Job:
     trainer: str = trajectory(DEFAULT_TRAINER)
     """Class that trains, as module:Class, looked for in the working directory first; `--trainer` for short. What to
     write in one is in docs/extending.md."""
+    callbacks: tuple[str, ...] = ()
+    """Classes that are told of steps and evaluations, as module:Class; with commas between them as a flag."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ class Metrics:
     """Steps between log lines."""
     digest_every: int = 10
     """Steps between SHA-256 digests over weights and optimizer state. 0: at the end only."""
+    evaluate_every: int = 0
+    """Steps between evaluations, for a trainer that has any (`Trainer.evaluate`). 0: at the end only."""
     enable_tensorboard: bool = True
     """Write curves for TensorBoard under the run folder."""
 
@@ -236,6 +240,10 @@ class Config:
 
 C = TypeVar("C", bound=Config)
 
+_OURS = {
+    f"{s.name}.{f.name}" for s in dataclasses.fields(Config) for f in dataclasses.fields(getattr(Config(), s.name))
+}
+
 
 def leaf_values(c: Config) -> Iterator[tuple[str, Any]]:
     """`section.key` and value of every setting."""
@@ -246,11 +254,15 @@ def leaf_values(c: Config) -> Iterator[tuple[str, Any]]:
 
 
 def trajectory_fields(c: Config) -> dict[str, Any]:
-    """`section.key` -> value of every field that decides which weights come out."""
+    """`section.key` -> value of every field that decides which weights come out.
+
+    Of a user's own sections that is every field whose metadata doesn't say `trajectory: False`: nobody knows better.
+    """
     out: dict[str, Any] = {}
     for section in dataclasses.fields(c):
         part = getattr(c, section.name)
         for f in dataclasses.fields(part) if dataclasses.is_dataclass(part) else ():
-            if f.metadata.get("trajectory"):
-                out[f"{section.name}.{f.name}"] = getattr(part, f.name)
+            name = f"{section.name}.{f.name}"
+            if f.metadata.get("trajectory", name not in _OURS):
+                out[name] = getattr(part, f.name)
     return out

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -148,12 +148,10 @@ class Lighthouse:
         before, self._last = self._last, (int(q.quorum_id), [m.replica_id for m in q.participants])
         if self._last[0] <= before[0] and self._last[1] != before[1]:  # its count of changes started from 0
             raise RuntimeError("it has started anew, and may not have heard of everyone yet")
-        members = [
-            Participant(
-                m.replica_id, m.step, m.address, m.store_address, {str(k): v for k, v in (m.data or {}).items()}
-            )
-            for m in q.participants
-        ]
+        members = []
+        for m in q.participants:
+            data = {str(k): v for k, v in (m.data or {}).items()}
+            members.append(Participant(m.replica_id, m.step, m.address, m.store_address, data))
         return Answer(f"{q.quorum_id}.{q.created.seconds}.{q.created.nanos}", members)
 
 
@@ -245,8 +243,6 @@ class Plane:
             self._group.abort()
         shut_down(self._sockets)
         for work in self._flying:
-            try:
+            with suppress(RuntimeError):
                 work.wait()
-            except RuntimeError:
-                continue
         self._flying, self._sockets, self._group, self.size = [], {}, None, 1

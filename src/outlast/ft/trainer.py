@@ -43,9 +43,7 @@ class Stopped(Exception):
 
 def fault_tolerant(base: type[Trainer]) -> type[Trainer]:
     """A trainer class with fault tolerance added."""
-    if issubclass(FaultTolerance, base):
-        return FaultTolerance
-    return type(f"FaultTolerant{base.__name__}", (FaultTolerance, base), {})
+    return FaultTolerance if base is Trainer else type(f"FaultTolerant{base.__name__}", (FaultTolerance, base), {})
 
 
 class FaultTolerance(Trainer):
@@ -202,6 +200,11 @@ class FaultTolerance(Trainer):
         assert self.committing is not None
         self.protocol.committed(self.committing.lineage)
         super().after_commit({**values, "groups": float(len(self.committing.by))}, tokens)
+
+    def run_evaluation(self) -> None:
+        """It may take as long as a save, besides the save."""
+        with self.pulse.phase(self.times.phase):
+            super().run_evaluation()
 
     def finish(self) -> None:
         """Stay a donor until every live group is at the last step; then as the plain trainer."""

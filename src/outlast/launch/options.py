@@ -19,9 +19,10 @@ from outlast.config import (
     with_long_names,
     with_run_dir,
 )
+from outlast.config.own import with_options
 from outlast.errors import ConfigError
 from outlast.launch import chaos
-from outlast.launch.asking import TrainerFacts, ask
+from outlast.launch.asking import Asked, show_help
 
 DEFAULT_GROUPS = 3
 MAX_GROUPS = 1000
@@ -61,7 +62,7 @@ class Options:
         run_dir: folder; empty: choose one.
         config_file: it came from, if any.
         schedule: faults to make.
-        trainer: what is known of its class.
+        reads_corpus: its trainer reads the corpus that `data.path` names.
     """
 
     config: Config
@@ -70,7 +71,7 @@ class Options:
     run_dir: str
     config_file: str | None
     schedule: chaos.Schedule
-    trainer: TrainerFacts = dataclasses.field(default_factory=TrainerFacts)
+    reads_corpus: bool = True
 
 
 def read_options(args: Sequence[str]) -> Options:
@@ -89,8 +90,16 @@ def read_options(args: Sequence[str]) -> Options:
     if resumes:
         file = str(Path(run_dir) / "config.toml")
     spec = asked_trainer(file, args)
-    trainer = TrainerFacts() if spec == DEFAULT_TRAINER else ask(spec)
-    asked = load_config(file, args, cls=LaunchConfig, prog="outlast launch", check=False)
+    if spec != DEFAULT_TRAINER and {"-h", "--help"} & set(args):
+        raise SystemExit(show_help(spec))
+    with Asked(spec) as trainer:
+        return _complete(args, file, trainer, resumes=resumes, size_given=size_given)
+
+
+def _complete(args: Sequence[str], file: str | None, trainer: Asked, *, resumes: bool, size_given: bool) -> Options:
+    """Read the config into the trainer's class, and fill in what launch sets."""
+    cls = with_options(LaunchConfig, trainer.config_class)
+    asked = load_config(file, args, cls=cls, prog="outlast launch", check=False)
     if asked.run_dir and asked.job.run_dir and Path(asked.run_dir).absolute() != Path(asked.job.run_dir).absolute():
         raise ConfigError(f"--run-dir {asked.run_dir} contradicts job.run_dir = {asked.job.run_dir}: give one of them")
     size = asked.fault_tolerance.group_size
@@ -105,20 +114,20 @@ def read_options(args: Sequence[str]) -> Options:
     ranks = asked.ranks_per_group if asked.ranks_per_group is not None else max(degree, 1)
     if not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(f"--ranks-per-group {ranks}: expected 1 to {MAX_RANKS}")
-    if degree not in (-1, ranks) and not (
-        resumes and last_value(args, "parallelism.data_parallel_shard_degree") is None
-    ):
+    degree_given = last_value(args, "parallelism.data_parallel_shard_degree") is not None
+    if degree not in (-1, ranks) and not (resumes and not degree_given):
         raise ConfigError(
             f"--ranks-per-group {ranks} contradicts parallelism.data_parallel_shard_degree = {degree}: launch sets it, "
             "leave it out"
         )
-    sections = {f.name: getattr(asked, f.name) for f in dataclasses.fields(Config)}
+    sections = {f.name: getattr(asked, f.name) for f in dataclasses.fields(trainer.config_class)}
     sections["fault_tolerance"] = dataclasses.replace(asked.fault_tolerance, enable=True, group_size=groups)
     sections["parallelism"] = dataclasses.replace(asked.parallelism, data_parallel_shard_degree=ranks)
-    config = Config(**sections)
+    config = trainer.config_class(**sections)
     check_config(config, ranks)
+    trainer.check(config)
     schedule = chaos.parse(asked.chaos, asked.chaos_seed)
-    return Options(config, groups, ranks, asked.run_dir or asked.job.run_dir, file, schedule, trainer)
+    return Options(config, groups, ranks, asked.run_dir or asked.job.run_dir, file, schedule, trainer.reads_corpus)
 
 
 def group_config(config: Config, number: int, *, run_dir: Path, lighthouse: str, threads: int) -> Config:

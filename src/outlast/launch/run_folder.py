@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast import saves
-from outlast.config import Config, load_config, new_run_dir, to_toml, trajectory_fields, with_run_dir
+from outlast.config import Config, asked_trainer, load_config, new_run_dir, to_toml, trajectory_fields, with_run_dir
 from outlast.errors import ConfigError, StorageError
 
 
@@ -84,7 +84,10 @@ class RunFolder:
         """
         file = self.path / "config.toml"
         if file.exists():
-            was, now = trajectory_fields(load_config(file)), trajectory_fields(config)
+            trainer = {"job.trainer": asked_trainer(file, ())}  # first: it decides what else there is
+            same = trainer["job.trainer"] == config.job.trainer
+            was = trajectory_fields(load_config(file, cls=type(config))) if same else trainer
+            now = {name: value for name, value in trajectory_fields(config).items() if same or name in trainer}
             for name, value in now.items():
                 if was[name] != value:
                     raise ConfigError(

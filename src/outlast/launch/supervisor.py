@@ -384,7 +384,7 @@ def launch_command(args: Sequence[str], preload: Sequence[str] = PRELOAD, entry:
         socket.create_server((host, 0)).close()
     except OSError as e:
         raise ConfigError(f"fault_tolerance.host = {host!r} isn't an address of this machine: {e.strerror}") from None
-    if options.trainer.reads_corpus:
+    if options.reads_corpus:
         open_corpus(options.config.data)  # once, before anything starts; the groups find it ready
     address = choose_address(options.config.fault_tolerance.lighthouse)
     with contextlib.closing(RunFolder(make_run_dir(options.run_dir, options.config_file))) as folder:

@@ -34,7 +34,8 @@ import traceback
 import typing
 from typing import Any
 
-from outlast.config import Config
+from outlast import classes
+from outlast.config import DEFAULT_TRAINER, Config, own
 from outlast.errors import EXIT_FAILED, EXIT_REFUSED, UserError
 from outlast.launch import messages
 from outlast.parent import die_with_parent
@@ -42,9 +43,10 @@ from outlast.seat import STORE_FD
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:
-    """The inverse of `dataclasses.asdict`."""
-    sections = typing.get_type_hints(Config)
-    return Config(**{name: sections[name](**fields) for name, fields in values.items()})
+    """The inverse of `dataclasses.asdict`, in the class that the config's trainer has."""
+    trainer = values["job"]["trainer"]
+    cls = Config if trainer == DEFAULT_TRAINER else classes.config_class(classes.load_trainer(trainer))
+    return own.config_from_dict(cls, values)
 
 
 class Template:

@@ -1,0 +1,1 @@
+"""Trainers of one's own, run as they are by the tests."""

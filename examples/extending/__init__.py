@@ -1,0 +1,1 @@
+"""The files of docs/extending.md, each short and whole."""
