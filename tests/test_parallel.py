@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import Process, end_all
+from runs import Launch, Process, end_all, reference, scratch
 
 HERE = Path(__file__).parent
 LOCAL_BATCH = {1: 6, 2: 3, 3: 2}
@@ -74,3 +76,54 @@ def test_more_ranks_round_differently_and_no_more(dtype: str, seen: dict[int, di
     assert squares[2] == near and squares[3] == near
     types = {seen[2]["trained"][f"{d} none"][0] for d in ("float32", "bfloat16")}
     assert len(types) == 2, "bfloat16 makes a difference"
+
+
+# Real runs -----------------------------------------------------------------------------------------
+
+
+def test_all_at_once_with_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is compiled once serves every process: a rank that comes back must not take half a minute.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(scratch() / "inductor"))
+    settings: dict[str, Any] = {
+        "compile__enable": "true",
+        "activation_checkpoint__mode": "selective",
+        "training__mixed_precision_param": "bfloat16",
+        "training__accumulation": "exact",
+        "training__steps": 80,
+    }
+    reference(2, **settings)
+    run = Launch(tmp_path / "run", 2, ranks=2, training__unit_pause_ms=80, **settings)
+    run.wait_step(5)
+    first = next(e for e in run.events("spawn") if e["group"] == 1)
+    os.kill(first["pids"][1], signal.SIGKILL)
+    run.wait_back(1, first["pid"])
+    run.kill(0)
+    run.same_bits(**settings)
+    assert {e["group"] for e in run.events("died") if e["code"] == -signal.SIGKILL} == {0, 1}
+
+
+def test_a_run_goes_on_with_other_numbers_of_groups_and_of_ranks(tmp_path: Path) -> None:
+    trajectory: dict[str, Any] = {"training__global_batch_size": 12, "training__steps": 40}
+    expected = reference(2, **trajectory)
+
+    def part(run_dir: Path, groups: int, until: int) -> None:
+        """With so many groups of two, until a step."""
+        run = Launch(run_dir, groups, ranks=2, training__unit_pause_ms=40, **trajectory)
+        run.wait_step(until)
+        os.kill(run.pid, signal.SIGTERM)
+        run.end_in_order(143)
+
+    part(tmp_path / "run", 3, 8)
+    part(tmp_path / "run", 2, 16)
+    shutil.copytree(tmp_path / "run", tmp_path / "single")
+    single = Launch(tmp_path / "single", 4, **trajectory)
+    single.end_in_order()
+    four = Launch(tmp_path / "run", 4, ranks=2, **trajectory)
+    four.same_bits(**trajectory)
+
+    by_step = [{e["step"]: e for e in run.events("commit")} for run in (four, single)]
+    assert by_step[0].keys() == by_step[1].keys() == set(range(1, expected.steps + 1))
+    for a, b in zip(*(map(commits.get, sorted(commits)) for commits in by_step), strict=True):
+        assert a and b and (a["data"], a["tokens"]) == (b["data"], b["tokens"])
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    assert by_step[1][expected.steps]["units"] == 2 * by_step[0][expected.steps]["units"] == 12

@@ -84,7 +84,7 @@ class RunFolder:
         """
         file = self.path / "config.toml"
         if file.exists():
-            was, now = trajectory_fields(load_config(file)), trajectory_fields(config)
+            was, now = trajectory_fields(load_config(file, check=False)), trajectory_fields(config)
             for name, value in now.items():
                 if was[name] != value:
                     raise ConfigError(
