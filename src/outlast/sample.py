@@ -77,7 +77,7 @@ class RunModel:
             raise UserError(
                 f"{run_dir}: no run here (no config.toml); give the folder that `train` or `launch` printed"
             )
-        self.config: Config = load_config(run_dir / "config.toml")
+        self.config: Config = load_config(run_dir / "config.toml", check=False)  # of any number of ranks
         self.corpus: Corpus = open_corpus(self.config.data)
         self.model = build(self.config.model, self.corpus.vocab_size, self.config.training.seq_len)
         self.model.init_weights(self.config.training.seed, torch.device("cpu"))
