@@ -6,8 +6,8 @@
 The rate is measured in the same process and threads, on the matrix products of the model itself: each weight's
 forward, and its two backward products, as often as a step has them. A step's operations are 6 for each weight of a
 matrix product and token, and attention's as `flops_per_token` counts them, to all positions; `share_causal` leaves out
-the half that is masked. Both are measured in turns, and the medians
-of all turns compared, so that a busy machine disturbs both alike. Prints one JSON line.
+the half that is masked. Both are measured in turns, and the medians of all turns compared, so that a busy machine
+disturbs both alike. Prints one JSON line.
 """
 
 import argparse
