@@ -4,8 +4,8 @@
 
 Every ratio is of the median steps of two runs of the same round; given are its median over the rounds, its spread, and
 the ratio of the quickest steps of all rounds, which a busy machine disturbs least. The plain trainers meet --rounds
-times with each of --ranks, the fault-tolerant ones --ft-rounds times: there, 2 groups stand against 2 plain processes at the same time on as
-many units. Prints one JSON line; what is going on goes to stderr.
+times with each of --ranks, the fault-tolerant ones --ft-rounds times: there, 2 groups stand against 2 plain processes
+at the same time on as many units. Prints one JSON line; what is going on goes to stderr.
 
 On a machine that others use, --patience gives seconds for waiting until they take less than --others of its CPU time
 (besides cores that a run leaves free), and for repeating runs in which they took more; the quietest try counts.
