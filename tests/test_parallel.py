@@ -83,6 +83,7 @@ def test_more_ranks_round_differently_and_no_more(dtype: str, seen: dict[int, di
 # Real runs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)
 def test_all_at_once_with_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A rank that comes back has to be there before the end: what is compiled once serves every process.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(scratch() / "inductor"))
@@ -103,6 +104,7 @@ def test_all_at_once_with_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {e["group"] for e in run.events("died") if e["code"] == -signal.SIGKILL} == {1}
 
 
+@pytest.mark.timeout(300)
 def test_a_run_goes_on_with_other_numbers_of_groups_and_of_ranks(tmp_path: Path) -> None:
     trajectory: dict[str, Any] = {"training__global_batch_size": 12, "training__steps": 40}
     expected = reference(2, **trajectory)
