@@ -4,8 +4,8 @@
 
 Every ratio is of the median steps of two runs of the same round; given are its median over the rounds, its spread, and
 the ratio of the quickest steps of all rounds, which a busy machine disturbs least. The plain trainers meet --rounds
-times, the fault-tolerant ones --ft-rounds times: there, 2 groups stand against 2 plain processes at the same time on as
-many units. Prints one JSON line; what is going on goes to stderr.
+times with each of --ranks, the fault-tolerant ones --ft-rounds times: there, 2 groups stand against 2 plain processes
+at the same time on as many units. Prints one JSON line; what is going on goes to stderr.
 
 On a machine that others use, --patience gives seconds for waiting until they take less than --others of its CPU time
 (besides cores that a run leaves free), and for repeating runs in which they took more; the quietest try counts.
@@ -55,7 +55,7 @@ class Bench:
         if peer and self.peer is None:
             return
         tries, cores = [], os.cpu_count() or 1
-        limit = self.others + max(0, cores - work.copies) / cores
+        limit = self.others + max(0, cores - work.cores) / cores
         while True:
             self._wait_for_quiet(limit)
             began = time.monotonic()
@@ -80,7 +80,7 @@ class Bench:
     def _run_peer(self, work: Work) -> dict[str, Any]:
         assert self.peer
         out = self.folder / "peer"
-        values = {"mode": work.mode, "groups": work.groups, "ranks": 1, "out": out}
+        values = {"mode": work.mode, "groups": work.groups, "ranks": work.ranks, "out": out}
         values |= {k: getattr(work, k) for k in ("dim", "layers", "heads", "vocab", "seq", "batch", "steps", "warmup")}
         values |= {k: getattr(work, k) for k in ("dtype", "threads", "limit")}
         meter = OthersMeter()
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, default=ROOT.parent / "shared" / "peer-bench", help="folder of bench.py")
     parser.add_argument("--peer-python", default="/tmp/titan/venv/bin/python", help="with torchtitan and torchft")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of the plain trainers")
     parser.add_argument("--ft-rounds", type=int, default=3)
     parser.add_argument("--others", type=float, default=0.05)
     parser.add_argument("--patience", type=float, default=0.0)
@@ -131,9 +132,10 @@ def main() -> None:
     bench = Bench(folder, peer, given.peer_python, given.others, given.patience)
 
     for _ in range(given.rounds):
-        work = Work(steps=STEPS[2], warmup=WARMUP)
-        bench.time("plain", work)
-        bench.time("titan plain", work, peer=True)
+        for ranks in given.ranks:
+            work = Work(steps=STEPS[2], warmup=WARMUP, ranks=ranks)
+            bench.time(f"plain {ranks}", work)
+            bench.time(f"titan plain {ranks}", work, peer=True)
     for _ in range(given.ft_rounds):
         for batch in BATCHES:
             work = Work(batch=batch, steps=STEPS[batch], warmup=WARMUP, processes=2)
@@ -144,8 +146,11 @@ def main() -> None:
             bench.time(f"titan ft {batch}", dataclasses.replace(work, mode="ft"), peer=True)
     shutil.rmtree(folder)
 
-    result: dict[str, Any] = {"plain / titan plain, batch 2": bench.ratio("plain", "titan plain")}
-    for batch in BATCHES:
+    result: dict[str, Any] = {}
+    for ranks in given.ranks if given.rounds else ():
+        name = f"plain / titan plain, batch 2, {ranks} rank{'s' * (ranks > 1)}"
+        result[name] = bench.ratio(f"plain {ranks}", f"titan plain {ranks}")
+    for batch in BATCHES if given.ft_rounds else ():
         for ours, theirs in (
             ("ft float", "2 plain float"),
             ("ft exact", "2 plain exact"),

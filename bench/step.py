@@ -2,6 +2,7 @@
 
     python bench/step.py --mode plain --batch 2 --steps 30
     python bench/step.py --mode plain --processes 2           two that know nothing of each other, at the same time
+    python bench/step.py --mode plain --ranks 2               one model, in shards on two ranks
     python bench/step.py --mode ft --groups 2 --accumulation exact
 
 One work unit a group a step, so 2 groups do what 2 plain processes do. Prints one JSON line with the keys of the peer's
@@ -44,6 +45,8 @@ class Work:
     """Of a fault-tolerant job."""
     processes: int = 1
     """Plain runs at the same time."""
+    ranks: int = 1
+    """Of each group or plain run; a unit is `batch` sequences of each."""
     dim: int = 256
     layers: int = 6
     heads: int = 16
@@ -63,6 +66,11 @@ class Work:
     def copies(self) -> int:
         """Copies of the model that are trained at the same time."""
         return self.groups if self.mode == "ft" else self.processes
+
+    @property
+    def cores(self) -> int:
+        """Processes that compute at the same time."""
+        return self.copies * self.ranks
 
 
 def ffn_dim(dim: int) -> int:
@@ -101,7 +109,7 @@ def settings(work: Work, corpus: Path) -> list[str]:
         "training.steps": work.steps,
         "training.seq_len": work.seq,
         "training.local_batch_size": work.batch,
-        "training.global_batch_size": work.batch * units,
+        "training.global_batch_size": work.batch * work.ranks * units,
         "training.accumulation": work.accumulation,
         "training.mixed_precision_param": work.dtype,
         "training.max_norm": 1.0,
@@ -128,8 +136,13 @@ def run(work: Work, out: Path) -> dict[str, Any]:
     if not (out / "corpus").exists():
         make_corpus(out, work.vocab)
     runs = [out / f"{work.mode}{i}" for i in range(1 if work.mode == "ft" else work.processes)]
-    command = ["launch", f"--groups={work.groups}"] if work.mode == "ft" else ["train"]
-    command = [sys.executable, "-P", "-m", "outlast.cli", *command, *settings(work, out / "corpus")]
+    command = ["-m", "outlast.cli", "train"]
+    if work.mode == "ft":
+        command = ["-m", "outlast.cli", "launch", f"--groups={work.groups}", f"--ranks-per-group={work.ranks}"]
+    elif work.ranks > 1:
+        command = ["-m", "torch.distributed.run", f"--nproc-per-node={work.ranks}", "--rdzv-backend=c10d"]
+        command += ["--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1", "-m", "outlast.train"]
+    command = [sys.executable, "-P", *command, *settings(work, out / "corpus")]
     for folder in runs:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -197,7 +210,7 @@ def summary(work: Work, codes: list[int], runs: list[list[Event]], t0: float) ->
         "accumulation": work.accumulation,
         "groups": work.groups if work.mode == "ft" else 1,
         "processes": work.processes if work.mode == "plain" else 1,
-        "ranks": 1,
+        "ranks": work.ranks,
         **{key: getattr(work, key) for key in ("dim", "layers", "seq", "batch", "vocab", "dtype")},
         "rc": codes,
         "steps": min(len(c) for c in commits),
@@ -219,7 +232,7 @@ def summary(work: Work, codes: list[int], runs: list[list[Event]], t0: float) ->
             "median_s": round(median, 4),
             "p90_s": round(seconds[int(0.9 * (len(seconds) - 1))], 4),
             "min_s": round(seconds[0], 4),
-            "tok_s": round(work.batch * work.seq * work.copies / median, 1),
+            "tok_s": round(work.batch * work.seq * work.cores / median, 1),
             "startup_s": round(started - t0, 1),
             "first_step_s": round(min(c[0]["t"] for c in commits) - t0, 1),
         }

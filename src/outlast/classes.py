@@ -69,12 +69,12 @@ def config_class(trainer: "type[Trainer]") -> type[Config]:
 
 
 def load_run_config(file: str | Path) -> Config:
-    """The config that a run keeps in its folder, with the sections of its own trainer.
+    """The config that a run keeps in its folder, of any number of ranks, with the sections of its own trainer.
 
     Raises:
         ConfigError: it can't be read, or its trainer isn't there any more.
     """
-    return load_config(file, cls=config_class(load_trainer(asked_trainer(file, ()))))
+    return load_config(file, cls=config_class(load_trainer(asked_trainer(file, ()))), check=False)
 
 
 def replaces(cls: "type[Trainer]", seam: str) -> bool:

@@ -86,7 +86,7 @@ class RunFolder:
         if file.exists():
             trainer = {"job.trainer": asked_trainer(file, ())}  # first: it decides what else there is
             same = trainer["job.trainer"] == config.job.trainer
-            was = trajectory_fields(load_config(file, cls=type(config))) if same else trainer
+            was = trajectory_fields(load_config(file, cls=type(config), check=False)) if same else trainer
             now = {name: value for name, value in trajectory_fields(config).items() if same or name in trainer}
             for name, value in now.items():
                 if was[name] != value:
