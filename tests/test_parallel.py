@@ -83,6 +83,7 @@ def test_more_ranks_round_differently_and_no_more(dtype: str, seen: dict[int, di
 # Real runs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_all_at_once_with_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A rank that comes back has to be there before the end: what is compiled once serves every process.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Shell, alive, command_line, end_all, eventually, reference, same_bits, settings
+from runs import Launch, Shell, alive, command_line, end_all, eventually, reference, same_bits, settings
 
 from outlast.events import read_events
 
@@ -88,6 +88,53 @@ def test_left_out_is_one_rank_of_the_plain_trainer(tmp_path: Path) -> None:
     assert plain.end() == 0, plain.output()
     starts = [e for path in (tmp_path / "runs").iterdir() for e in read_events(path) if e["kind"] == "start"]
     assert [(e["ranks"], e["steps"], e["trainer"]) for e in starts] == [(1, 3, "Trainer")]
+
+
+# Bad input -----------------------------------------------------------------------------------------
+
+
+def refusal(run: Shell) -> str:
+    """Wait for its end, which must be a refusal whose reason is the last line. Returns that line."""
+    code = run.end()
+    *before, last = run.output().splitlines()
+    assert code == 2 and last.startswith("outlast: "), run.output()
+    assert "Traceback" not in run.output() and "FAILED" not in run.output()
+    assert {line.partition(":")[2] for line in before if "run folder" not in line} <= {last}
+    return last
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"NGPU": "0"}, "NGPU=0: expected a number of ranks, 1 or more"),
+        ({"NGPU": "two"}, "NGPU=two: expected a number"),
+        ({"LOG_RANK": "a"}, "LOG_RANK=a: expected numbers of ranks"),
+        ({"MAX_RESTARTS": "x"}, "MAX_RESTARTS=x: expected a number"),
+    ],
+)
+def test_a_wrong_number_is_refused_by_the_script(tmp_path: Path, env: dict[str, str], says: str) -> None:
+    assert says in refusal(Shell(tmp_path / "out", str(ROOT / "run_train.sh"), tmp_path, env))
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_refuses_has_the_last_word(tmp_path: Path) -> None:
+    line = f"{ROOT / 'run_train.sh'} --parallelism.data_parallel_shard_degree=3"
+    shown = Shell(tmp_path / "shown", line, tmp_path, {"NGPU": "2", "LOG_RANK": "0,1"})
+    hidden = Shell(tmp_path / "hidden", line, tmp_path, {"NGPU": "2", "LOG_RANK": "7"})
+    assert "data_parallel_shard_degree = 3, and the group has 2 ranks: expected 2, or -1" in refusal(shown)
+    assert refusal(hidden) == hidden.output().strip()
+
+
+@pytest.mark.timeout(240)
+def test_a_group_with_other_ranks_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = Launch(tmp_path / "run", 2, training__unit_pause_ms=80, **TINY)
+    job = run.job()
+    args = settings(**TINY, job__run_dir=tmp_path / "wider", fault_tolerance__lighthouse=job["lighthouse"])
+    env = {"NGPU": "2", "OUTLAST_TOKEN": job["token"], "TRAIN_FILE": "outlast.ft.train", "REPLICA_GROUP_ID": "2"}
+    wider = Shell(tmp_path / "wider.out", f"{ROOT / 'run_train.sh'} {' '.join(args)}", tmp_path, env)
+    assert "refused by the run: ranks a group is 2 here and 1 there" in refusal(wider)
+    assert run.popen.poll() is None, "it still trains"
+    run.same_bits(**TINY)
 
 
 def _free(port: int) -> bool:

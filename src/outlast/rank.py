@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from outlast import saves
 from outlast.classes import load_trainer
-from outlast.config import Config, host_and_port, lighthouse_address, with_run_dir
+from outlast.config import Config, FaultTolerance, host_and_port, lighthouse_address, with_run_dir
 from outlast.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, ConfigError, StorageError, UserError, tell
 from outlast.events import EventLog, NoEvents
 from outlast.ranks import Ranks, first_line, pick_device
@@ -52,7 +52,7 @@ def run_rank(config: Config, life: str) -> int:
     trainer: Trainer | None = None
     try:
         seat = Seat.from_env()
-        config = _on_its_network(config, seat)
+        config = on_its_network(config, seat)
         ranks = Ranks(seat, pick_device(config.training.device, seat.local_rank), Times.of(config.fault_tolerance).lost)
         life, run_dir = ranks.first([life, config.job.run_dir])
         config = with_run_dir(config, run_dir)
@@ -87,7 +87,7 @@ def run_rank(config: Config, life: str) -> int:
     return code
 
 
-def _on_its_network(config: Config, seat: Seat) -> Config:
+def on_its_network(config: Config, seat: Seat) -> Config:
     """Keep all connections to the configured address; a plain group on one machine to loopback.
 
     Raises:
@@ -95,7 +95,13 @@ def _on_its_network(config: Config, seat: Seat) -> Config:
     """
     ft = config.fault_tolerance
     if ft.interface:
-        ft = dataclasses.replace(ft, host=address_of(ft.interface))
+        address = address_of(ft.interface)
+        if ft.host not in (FaultTolerance.host, address):
+            raise ConfigError(
+                f"fault_tolerance.host = {ft.host!r}, and fault_tolerance.interface = {ft.interface!r} has {address}: "
+                "expected one of the two settings"
+            )
+        ft = dataclasses.replace(ft, host=address)
     if ft.enable:
         listen(ft.host).close()
         lighthouse = lighthouse_address(ft)
