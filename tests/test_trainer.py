@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import digests_of, events_of, tiny_config, tiny_trainer, trained
-from torch import Tensor
+from torch import Tensor, nn
 
 from outlast import checkpoint
 from outlast.config import Config, load_config, to_toml
@@ -25,6 +25,7 @@ from outlast.errors import UserError
 from outlast.events import EventLog
 from outlast.models import build
 from outlast.optim import learning_rate
+from outlast.parallel import blocks
 from outlast.trainer import Trainer
 
 SOURCE = Path(checkpoint.__file__).parent
@@ -56,6 +57,21 @@ class Spoilt(Trainer):
         return loss, tokens
 
 
+class Dropped(Trainer):
+    """With dropout after each feed-forward."""
+
+    def build_model(self) -> nn.Module:
+        """The usual one, with that."""
+        model = super().build_model()
+        for block in blocks(model):
+            block.feed_forward = nn.Sequential(block.feed_forward, nn.Dropout(0.2))
+        return model
+
+
+class ShuffledDropped(Dropped, Shuffled):
+    """Both."""
+
+
 def losses(config: Config) -> list[float]:
     """Logged loss of each step."""
     return [e["loss"] for e in events_of(config, "commit")]
@@ -65,6 +81,13 @@ def run(folder: Path, cls: type[Trainer] = Trainer, **overrides: Any) -> tuple[C
     """A whole tiny run."""
     config = tiny_config(folder, **overrides)
     return config, trained(config, cls)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_what_is_dropped_is_the_same_in_any_order_and_when_recomputed(tmp_path: Path, mode: str):
+    _, dropped = run(tmp_path / "a", Dropped)
+    _, shuffled = run(tmp_path / "b", ShuffledDropped, activation_checkpoint={"mode": mode})
+    assert dropped.digests == shuffled.digests != {}
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def _sharded(model: nn.Module) -> list[FSDPModule]:
 def _recomputing(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
     """A forward whose activations are made again in the backward: all, or all but the matrix products'."""
     context = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if mode == "selective" else {}
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **context)
+    return partial(checkpoint, forward, use_reentrant=False, **context)
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -23,7 +23,7 @@ from outlast.accumulate import Totals, make_sums
 from outlast.callbacks import Callbacks, Evaluation, Step, kept_state
 from outlast.config import Config, to_toml, trajectory_fields
 from outlast.data.corpus import open_corpus
-from outlast.data.order import Samples, hash_of_samples, unit_batch, unit_samples
+from outlast.data.order import Samples, hash_of_samples, seed_of, unit_batch, unit_samples
 from outlast.errors import UserError
 from outlast.events import EventLog, since
 from outlast.metrics import Metrics
@@ -207,6 +207,7 @@ class Trainer:
         wanted = unit_samples(self.step + 1, unit, units=self.units, unit_size=self.unit_size)
         share = self.unit_size // self.ranks.size
         mine = wanted[self.ranks.rank * share :][:share]
+        torch.manual_seed(seed_of(mine, self.config.training.seed))  # the same chance, whoever computes this unit
         batch = self.batch(mine)
         loss, tokens = self.loss(batch.to(self.device))
         (loss * self.sums.scale).backward()

@@ -115,6 +115,11 @@ def hash_of_samples(batch: np.ndarray, first: int) -> int:
     return sum(h % 2**HASH_BITS for h in hashes) % 2**HASH_BITS
 
 
+def seed_of(samples: range, seed: int) -> int:
+    """Of what is random while these samples are trained on, in a run with this seed."""
+    return xxhash.xxh3_64_intdigest(samples.start.to_bytes(8, "little"), seed=seed)
+
+
 def unit_samples(step: int, unit: int, *, units: int, unit_size: int) -> range:
     """Indices in the global order that a work unit reads.
 
