@@ -27,6 +27,8 @@ if [ -x "$root/.venv/bin/python" ] && ! { command -v torchrun && command -v outl
 fi
 command -v torchrun >/dev/null ||
     refuse "torchrun isn't there: run scripts/check or scripts/demo once, or activate an environment with outlast"
+# torch warns of each connection whose address has no name, which is usual on private networks.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 exec python -m outlast.torchrun --nproc-per-node "$ranks" --max-restarts "$MAX_RESTARTS" \
     --role rank --tee 3 --local-ranks-filter "$LOG_RANK" \
     -m "${TRAIN_FILE:-outlast.train}" --config "$config" "$@"

@@ -6,6 +6,7 @@ As in `test_faults.py` every run is compared bit for bit with an undisturbed pla
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -123,6 +124,38 @@ def test_kills_in_the_middle_of_exchanges_and_heals(tmp_path: Path, seed: int) -
         time.sleep(rng.uniform(0.0, 0.4))
     run.same_bits(**BIG)
     assert kills >= 5 and run.events("retry")
+
+
+LARGE: dict[str, Any] = {
+    "model__dim": 512,
+    "model__n_layers": 8,
+    "model__n_heads": 4,
+    "model__ffn_dim": 2400,
+    "training__steps": 12,
+}
+"""A state of 400 MB: 35M parameters with two moments each."""
+
+
+def test_the_donor_of_a_large_state_dies_when_half_of_it_is_sent(tmp_path: Path) -> None:
+    run = Launch(tmp_path / "run", 3, checkpoint__enable="false", training__unit_pause_ms=200, **LARGE)
+    run.wait_step(2)
+    killed = run.kill(2)
+    donor = eventually(lambda: run.events("snapshot"), "a donor")[0]
+    pid = run.pid_of(donor["group"])
+    eventually(lambda: sent(pid) > 200e6, "half of it is sent")
+    os.kill(pid, signal.SIGKILL)
+    run.wait_back(2, killed)
+    run.same_bits(**LARGE)
+    heals = run.events("heal")
+    assert donor["bytes"] > 400e6 and {e["group"] for e in heals} == {2, donor["group"]}
+    assert all(e["donor"] != name_of(donor) for e in heals), "another donor's, whole"
+
+
+def sent(pid: int) -> int:
+    """Bytes that a process sent by one of its connections, at most."""
+    said = subprocess.run(["ss", "-Htinp"], capture_output=True, text=True, check=True).stdout
+    lines = [line for line in said.replace("\n\t", " ").splitlines() if f"pid={pid}," in line]
+    return max((int(n) for line in lines for n in re.findall(r"bytes_sent:(\d+)", line)), default=0)
 
 
 def snapshot_or_commit(run: Launch, group: int, t: float) -> list[Event]:

@@ -64,7 +64,7 @@ class Dropped(Trainer):
         """The usual one, with that."""
         model = super().build_model()
         for block in blocks(model):
-            block.feed_forward = nn.Sequential(block.feed_forward, nn.Dropout(0.2))
+            block.feed_forward = nn.Sequential(block.get_submodule("feed_forward"), nn.Dropout(0.2))
         return model
 
 
