@@ -5,6 +5,7 @@ which all but one part is thrown away. Here nothing is sent twice, and the sum i
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,12 @@ class DirectAllGather(DefaultAllocMixin, AllGather):
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
-    ) -> None:
-        """The input may be its own place in the output."""
+    ) -> dist.Work:
+        """The input may be its own place in the output. FSDP2 waits where it needs the weights."""
         parts = list(output_tensor.chunk(group.size()))
-        _swap([input_tensor] * group.size(), parts, group)
         if parts[group.rank()].data_ptr() != input_tensor.data_ptr():
             parts[group.rank()].copy_(input_tensor)
+        return _Swap([input_tensor] * group.size(), parts, group)
 
 
 class DirectReduceScatter(DefaultAllocMixin, ReduceScatter):
@@ -43,16 +44,24 @@ class DirectReduceScatter(DefaultAllocMixin, ReduceScatter):
         mine = list(input_tensor.chunk(group.size()))
         parts = [torch.empty_like(output_tensor) for _ in mine]
         parts[group.rank()] = mine[group.rank()]
-        _swap(mine, parts, group)
+        _Swap(mine, parts, group).wait()
         torch.add(parts[0], parts[1], out=output_tensor)
         for part in parts[2:]:
             output_tensor.add_(part)
 
 
-def _swap(give: Sequence[Tensor], take: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Send `give[r]` to each other rank r, and receive `take[r]` from it."""
-    others = [(group.rank() + i) % group.size() for i in range(1, group.size())]
-    receive = [P2POp(dist.irecv, take[r], group=group, group_peer=r) for r in others]  # first: data can go right there
-    send = [P2POp(dist.isend, give[r], group=group, group_peer=r) for r in others]
-    for work in dist.batch_isend_irecv([*receive, *send]):
-        work.wait()
+class _Swap(dist.Work):
+    """Sends `give[r]` to each other rank r, and receives `take[r]` from it."""
+
+    def __init__(self, give: Sequence[Tensor], take: Sequence[Tensor], group: ProcessGroup) -> None:
+        super().__init__()
+        others = [(group.rank() + i) % group.size() for i in range(1, group.size())]
+        ops = [P2POp(dist.irecv, take[r], group=group, group_peer=r) for r in others]  # first: data can go right there
+        ops += [P2POp(dist.isend, give[r], group=group, group_peer=r) for r in others]
+        self._flying = dist.batch_isend_irecv(ops)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until all is there, or the group's own time is over."""
+        for work in self._flying:
+            work.wait()
+        return True
