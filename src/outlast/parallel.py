@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from outlast.collectives import DirectAllGather, DirectReduceScatter
 from outlast.config import Config
 from outlast.ranks import Ranks
 
@@ -47,13 +48,17 @@ def lay_out(model: nn.Module, config: Config, ranks: Ranks) -> None:
     if config.training.mixed_precision_param == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     assert ranks.mesh is not None
-    again = config.parallelism.reshard_after_forward
-    for block in blocks(model):
+    parts = blocks(model)
+    for block in parts:
+        again = config.parallelism.reshard_after_forward and block is not parts[-1]  # whose backward comes right after
         fully_shard(block, mesh=ranks.mesh, reshard_after_forward=again, mp_policy=policy)
     fully_shard(model, mesh=ranks.mesh, reshard_after_forward=False, mp_policy=policy)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if ranks.device.type == "cpu":
+            module.set_custom_all_gather(DirectAllGather())
+            module.set_custom_reduce_scatter(DirectReduceScatter())
 
 
 def settle_shards(model: nn.Module) -> None:
