@@ -95,8 +95,7 @@ def _keep_memory() -> None:
     Of glibc only, as `mallopt(3)` has it; elsewhere nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+    if mallopt is not None and mallopt(_M_MMAP_THRESHOLD, 1 << 30):  # refused by old ones, for which the other is worse
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
