@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import xxhash
@@ -24,8 +25,25 @@ from outlast.parallel import like, local
 from outlast.ranks import Ranks
 
 Wait = Callable[[], None]
-Exchange = Callable[[Tensor], Wait]
-"""Begins to add a tensor, in place, over all who hold a part of the sums; call the result to wait for it."""
+
+
+class Exchange(Protocol):
+    """Between all who hold a part of the sums, numbered alike by each of them."""
+
+    rank: int
+    size: int
+
+    def add(self, tensor: Tensor) -> None:
+        """Add a tensor over all of them, in place."""
+        ...
+
+    def swap(self, give: Sequence[Tensor], take: Sequence[Tensor]) -> Wait:
+        """Begin to send `give[r]` to each other r, and to receive `take[r]` from it; call the result to wait.
+
+        One's own places aren't looked at. What is given may be sent until then.
+        """
+        ...
+
 
 RANGE_BITS = 10
 """Headroom: an element of one unit's mean gradient may be as large as 2**10 in exact mode; a larger one
@@ -55,7 +73,7 @@ class Totals:
             of it.
         bad_units: units whose gradient or loss wasn't finite, or was out of range. `grad` means nothing then.
         seal: sum of everyone's seals.
-        hash: of the ledger and, after an exchange, of the summed bits; equal wherever the sums are.
+        hash: of the ledger and, after an exchange, of `grad` of all; equal wherever the sums are.
     """
 
     loss: float
@@ -95,7 +113,6 @@ class Sums:
         self._views = [like(v.view(shape), p) for v, shape, p in parts]
         self._ledger = torch.zeros(2 * units + 4, dtype=torch.int64)  # added[M], flags[M], loss, tokens, data, seal
         self._empty = True
-        self._spare: list[Tensor] = []
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         return list(flat.split([s.numel() for s in self._shapes]))
@@ -148,7 +165,7 @@ class Sums:
         """The step's totals; each `p.grad` is set. The sums stay as they are until `clear`.
 
         Args:
-            exchange: adds a tensor over all who hold a part of the sums; it works on copies. None: all is here.
+            exchange: between all who hold a part of the sums. None: all is here.
             seal: any number; the totals carry the sum of everyone's.
 
         Raises:
@@ -157,7 +174,7 @@ class Sums:
         ledger = self._ledger.clone()
         ledger[-1] = seal
         if exchange:
-            exchange(ledger)()
+            exchange.add(ledger)
         self._check(ledger[: self.units], "ledger")
         bad = tuple(ledger[self.units : 2 * self.units].nonzero().flatten().tolist())
         loss_fixed, tokens, data, total_seal = ledger[2 * self.units :].tolist()
@@ -167,49 +184,53 @@ class Sums:
             self._flat.zero_()
         if not bad:
             factor = 1.0 / (max(tokens, 1) * self.scale)
-            if exchange:
-                self._settle_pieces(exchange, factor, digest)
+            if exchange and exchange.size > 1:
+                self._settle_pieces(exchange, factor)
             else:
                 self._finish(self._flat, self._grad, factor)
+            if exchange:
+                digest.update(_bytes(self._grad))
             for p, g in zip(self.params, self._views, strict=True):
                 p.grad = g
         loss = math.nan if bad else loss_fixed / 2.0**LOSS_BITS / max(tokens, 1)
         return Totals(loss, tokens, data % 2**HASH_BITS, self._grad, bad, total_seal, digest.hexdigest())
 
-    def _settle_pieces(self, exchange: Exchange, factor: float, digest: xxhash.xxh3_128) -> None:
-        """Copy, exchange, check and convert piece by piece, one in flight while the next is prepared.
+    def _settle_pieces(self, exchange: Exchange, factor: float) -> None:
+        """Piece by piece: each holder adds up its own part of it, and gives the mean of that part to all others.
 
-        Each piece carries the units' counts at its end, so each proves for itself what it is the sum of. After
-        an error the buffers in flight are left to whoever still holds them, never reused.
+        So means travel, not sums, and everyone has the same bits even where an order of adding would matter. Nothing
+        is received where something is held. Each part carries the units' counts at its end, so each proves for itself
+        what it is the sum of. After an error the buffers in flight are left to whoever still holds them.
         """
-        buffers, self._spare = self._spare, []
-        flying: deque[tuple[Tensor, Wait, int, int]] = deque()
+        me, units = exchange.rank, self.units
+        counts = self._ledger[:units].to(self.device, self.dtype)
+        adding: deque[tuple[list[Tensor], Wait, list[Tensor], list[Tensor]]] = deque()
+        spreading: list[Wait] = []
 
         def land() -> None:
-            buffer, wait, lo, hi = flying.popleft()
+            take, wait, sums, means = adding.popleft()
             wait()
-            self._check(buffer[hi - lo :], f"elements {lo} to {hi}")
-            digest.update(_bytes(buffer[: hi - lo]))
-            self._finish(buffer[: hi - lo], self._grad[lo:hi], factor)
-            buffers.append(buffer)
+            total = take[me - 1]  # somebody's
+            for part in take:
+                if part is not total and part is not take[me]:
+                    total.add_(part)
+            total[:-units].add_(sums[me])
+            self._check(total[-units:].add_(counts), f"part {me} of a piece")
+            self._finish(total[:-units], means[me], factor)
+            spreading.append(exchange.swap([means[me]] * exchange.size, means))
 
-        counts = self._ledger[: self.units].to(self.device, self.dtype)
-        for lo, hi in self._pieces():
-            n = hi - lo
-            whole = min(self.piece, self.size) + self.units
-            store = buffers.pop() if buffers else torch.empty(whole, dtype=self.dtype, device=self.device)
-            buffer = store[: n + self.units] if n + self.units < whole else store
-            buffer[:n].copy_(self._flat[lo:hi])
-            buffer[n:].copy_(counts)
-            flying.append((buffer, exchange(buffer), lo, hi))
-            if len(flying) == IN_FLIGHT:
+        for lo in range(0, self.size, self.piece):
+            hi = min(lo + self.piece, self.size)
+            sums, means = (list(whole[lo:hi].tensor_split(exchange.size)) for whole in (self._flat, self._grad))
+            give = [torch.cat((part, counts)) if r != me else counts for r, part in enumerate(sums)]
+            take = [counts.new_empty(len(sums[me]) + units) for _ in sums]
+            adding.append((take, exchange.swap(give, take), sums, means))
+            if len(adding) == IN_FLIGHT:
                 land()
-        while flying:
+        while adding:
             land()
-        self._spare = [b for b in buffers if b.numel() == min(self.piece, self.size) + self.units]
-
-    def _pieces(self) -> list[tuple[int, int]]:
-        return [(lo, min(lo + self.piece, self.size)) for lo in range(0, self.size, self.piece)]
+        for wait in spreading:
+            wait()
 
     def _check(self, counts: Tensor, where: str) -> None:
         if not bool((counts == 1).all()):

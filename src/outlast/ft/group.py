@@ -8,12 +8,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
+from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, ReduceOp, Work
 
 from outlast.accumulate import Wait
 from outlast.config import host_and_port
@@ -170,11 +172,15 @@ class Plane:
     """
 
     def __init__(self, name: str, times: Times, kind: str = "gloo", device: torch.device | None = None) -> None:
-        self._name, self._times, self._nccl, self._device = name, times, kind == "nccl", device
+        self._name, self._times, self._nccl = name, times, kind == "nccl"
+        self._device = device if self._nccl else torch.device("cpu")
         self._group: ProcessGroupGloo | ProcessGroupNCCL | None = None
         self._sockets: dict[int, str] = {}
-        self._flying: list[Work] = []
-        self.size = 1
+        # Works are waited for in a thread, each once, so that this one sees signals.
+        self._waiter = futures.ThreadPoolExecutor(1, "exchange")
+        self._flying: list[futures.Future[None]] = []
+        self._swaps = 0
+        self.rank, self.size = 0, 1
 
     def connect(self, store: str, prefix: str, rank: int, size: int, others: set[int]) -> None:
         """Meet `size` members (1: nobody) at a store, under a prefix never used before.
@@ -185,7 +191,7 @@ class Plane:
             PlaneError: they didn't all come in time.
         """
         self.cancel()
-        self.size = size
+        self.rank, self.size, self._swaps = rank, size, 0
         if size == 1:
             return
         try:  # else the store's client would wait for a dead host, and twice as long as it was told
@@ -202,47 +208,119 @@ class Plane:
             now = open_sockets().items()
             self._sockets = {fd: link for fd, link in now if before.get(fd) != link and has_peer(fd, others)}
 
-    def exchange(self, tensor: torch.Tensor, timeout_s: float) -> Wait:
-        """Begin to add a tensor in place over the members."""
-        if self._group is None:
-            return lambda: None
+    def add(self, tensor: torch.Tensor, timeout_s: float) -> None:
+        """Add a tensor over the members, in place."""
+        if (group := self._group) is None:
+            return
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.SUM)
         options.timeout = timedelta(seconds=timeout_s)
-        there = tensor.to(self._device) if self._nccl else tensor  # the same tensor, if it lies there
+        there = tensor.to(self._device)  # the same tensor, if it lies there
+        self._carry([lambda: group.allreduce([there], options)], timeout_s)()
+        if there is not tensor:
+            tensor.copy_(there)
+
+    def swap(self, give: Sequence[torch.Tensor], take: Sequence[torch.Tensor], timeout_s: float) -> Wait:
+        """Begin to send `give[r]` to each other member r, and to receive `take[r]` from it."""
+        group, me = self._group, self.rank
+        assert group is not None
+        others = [(me + i) % self.size for i in range(1, self.size)]
+        sent = [t.to(self._device) for t in give]
+        if self._nccl:  # its sends would wait for each other
+            sizes = [[0 if r == me else len(t) for r, t in enumerate(ts)] for ts in (take, give)]
+            out, goes = take[me].new_empty(sum(sizes[0])), torch.cat([t for r, t in enumerate(sent) if r != me])
+            begins = [partial(group.alltoall_base, out, goes, *sizes, AllToAllOptions())]
+            came = list(out.split(sizes[0]))
+        else:
+            # A number that no other message has: one that is late can't take the place of another.
+            self._swaps = tag = self._swaps + 1
+            came = [t if t.device == self._device else torch.empty_like(t, device=self._device) for t in take]
+            begins = [partial(group.recv, [came[r]], r, tag) for r in others]  # first: data can go right there
+            begins += [partial(group.send, [sent[r]], r, tag) for r in others]
+        wait = self._carry(begins, timeout_s)
+
+        def wait_and_put() -> None:
+            wait()
+            for r in others:
+                if came[r] is not take[r]:
+                    take[r].copy_(came[r])
+
+        return wait_and_put
+
+    def _carry(self, begins: Sequence[Callable[[], Work]], timeout_s: float) -> Wait:
+        """Begin some works; the result waits for all of them."""
+        works: list[Work] = []
+        error = ""
         try:
-            work = self._group.allreduce([there], options)
+            for begin in begins:
+                works.append(begin())
         except RuntimeError as e:
-            raise PlaneError(first_line(e)) from None
-        self._flying.append(work)
+            error = first_line(e)
+        future = self._waiter.submit(self._wait, works, timedelta(seconds=timeout_s), error)
+        self._flying.append(future)
 
         def wait() -> None:
             try:
-                pause = 0.0001  # polled, so that signals are seen; it may take a twentieth longer for that
-                while not self._nccl and not work.is_completed():
-                    time.sleep(pause)
-                    pause = min(pause * 1.05, 0.005)
-                work.wait()
-                if self._nccl and self._group and (error := self._group.errored()):
-                    raise RuntimeError(str(error))
+                future.result()
             except RuntimeError as e:
                 raise PlaneError(first_line(e)) from None
-            self._flying.remove(work)
-            if there is not tensor:
-                tensor.copy_(there)
+            self._flying.remove(future)
 
         return wait
 
+    def _wait(self, works: Sequence[Work], limit: timedelta, error: str) -> None:
+        """Wait for works, each once, also after an error.
+
+        Raises:
+            RuntimeError: the first error.
+        """
+        for work in works:
+            try:
+                work.wait(limit)
+            except RuntimeError as e:
+                error = error or str(e)
+        if self._nccl and not error and self._group:
+            torch.cuda.synchronize(self._device)
+            error = str(self._group.errored() or "")
+        if error:
+            raise RuntimeError(error)
+
     def cancel(self) -> None:
-        """Leave at once: collectives in flight end with an error, here and at the other members.
+        """Leave at once: what is in flight ends with an error, here and at the other members.
 
         Gloo's own abort waits for a late peer. Shutting the connected sockets down doesn't; the listener must
-        be left alone. A buffer is free only when its `wait` has returned, so all are waited for.
+        be left alone. A buffer is free only when the wait for it has returned, so all are waited for.
         """
         if self._nccl and self._group:
             self._group.abort()
         shut_down(self._sockets)
-        for work in self._flying:
-            with suppress(RuntimeError):
-                work.wait()
-        self._flying, self._sockets, self._group, self.size = [], {}, None, 1
+        futures.wait(self._flying)
+        self._flying, self._sockets, self._group = [], {}, None
+        self.rank, self.size = 0, 1
+
+
+class Meeting:
+    """One exchange of sums: the plane, with the limits of this attempt. The first to arrive wait for the last.
+
+    Args:
+        plane: connected.
+        pulse: is told how long each part may take.
+        times: limits.
+        arrival_s: until all are there, after which each part may take `times.exchange`.
+    """
+
+    def __init__(self, plane: Plane, pulse: Pulse, times: Times, arrival_s: float) -> None:
+        self._plane, self._pulse, self._times, self._arrival_s = plane, pulse, times, arrival_s
+        self.rank, self.size = plane.rank, plane.size
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Wait for all to arrive."""
+        self._plane.add(tensor, self._limit(self._arrival_s))
+
+    def swap(self, give: Sequence[torch.Tensor], take: Sequence[torch.Tensor]) -> Wait:
+        """As the plane's."""
+        return self._plane.swap(give, take, self._limit(self._times.exchange))
+
+    def _limit(self, seconds: float) -> float:
+        self._pulse.expect(seconds + 2 * self._times.exchange, stuck=self._times.exchange)
+        return seconds

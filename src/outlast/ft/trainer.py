@@ -17,15 +17,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import Tensor
-
 from outlast import checkpoint, saves, transfer
-from outlast.accumulate import NotWholeError, Totals, Wait
+from outlast.accumulate import NotWholeError, Totals
 from outlast.config import host_and_port, job_token, lighthouse_address
 from outlast.errors import StorageError, UserError
 from outlast.events import last_commit, since, to_ranges
 from outlast.ft import protocol
-from outlast.ft.group import Lighthouse, Plane, PlaneError, Pulse
+from outlast.ft.group import Lighthouse, Meeting, Plane, PlaneError, Pulse
 from outlast.models.probe import numerics_probe
 from outlast.ranks import first_line
 from outlast.sockets import is_loopback, listen, serve_store
@@ -161,13 +159,13 @@ class FaultTolerance(Trainer):
         action = self.protocol.units_done()
         if not isinstance(action, protocol.Exchange):
             self.end_attempt(action)
-        self.gate = True
         error, totals = "", None
         with self.pulse.phase(self.arrival_limit() + 2 * self.times.exchange, stuck=self.times.exchange):
             try:
                 if self.plane.size != action.size:
                     raise PlaneError(f"{self.plane.size} of {action.size} groups are connected")
-                totals = self.sums.settle(self.exchange, action.seal)
+                meeting = Meeting(self.plane, self.pulse, self.times, self.arrival_limit())
+                totals = self.sums.settle(meeting, action.seal)
             except (PlaneError, NotWholeError) as e:
                 self.plane.cancel()  # before the ranks agree: another group's may be waiting for this one
                 error = str(e)
@@ -181,12 +179,6 @@ class FaultTolerance(Trainer):
             self.retry(committing, "the exchange mixed two attempts")
         self.committing = committing
         return totals
-
-    def exchange(self, tensor: Tensor) -> Wait:
-        """Add a tensor over the active groups. The first of a step waits for all to arrive."""
-        timeout_s, self.gate = (self.arrival_limit() if self.gate else self.times.exchange), False
-        self.pulse.expect(timeout_s + 2 * self.times.exchange, stuck=self.times.exchange)
-        return self.plane.exchange(tensor, timeout_s)
 
     def commit(self, totals: Totals, **facts: Any) -> None:
         """The plain commit; its event also says who held what."""
