@@ -149,7 +149,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=f,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                env={**_outside(), **(env or {})},
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(me),
             )
@@ -180,6 +180,11 @@ class Process:
 
 
 _started: list[Process] = []
+
+
+def _outside() -> dict[str, str]:
+    """The environment, less what trainers in this process have put into it."""
+    return {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
 
 
 def end_all() -> None:

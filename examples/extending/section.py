@@ -1,4 +1,4 @@
-"""A config section of one's own: `[noise]` in a file, `--noise.std` as a flag."""
+"""A config section of one's own: `[noise]` in a file, `--noise.share` as a flag."""
 
 from dataclasses import dataclass, field
 
