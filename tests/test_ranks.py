@@ -21,7 +21,8 @@ def clean() -> Iterator[None]:
 def test_any_rank_may_be_killed_and_then_a_whole_group(tmp_path: Path) -> None:
     chaos = "kill rank every 2s times 3; kill g1 at step 40"
     run = Launch(tmp_path / "run", 3, chaos, ranks=2, **PACED)
-    run.same_bits(training__steps=60)
+    verdict = run.same_bits(training__steps=60)
+    assert "lighthouse" not in {i.kind for i in verdict.incidents}
     died = [e for e in run.events("died") if e["code"]]
     assert len(died) >= 4 and all(e["code"] == -9 for e in died)
 

@@ -247,8 +247,9 @@ class Chaos(Record):
 
     @property
     def group(self) -> int | None:
-        """The group it is done to, or None: the lighthouse."""
-        return int(self.target[1:]) if self.target[:1] == "g" and self.target[1:].isdecimal() else None
+        """The group it is done to, all of it (g1) or a rank (g1.0); or None: the lighthouse."""
+        number = self.target[1:].partition(".")[0]
+        return int(number) if self.target[:1] == "g" and number.isdecimal() else None
 
 
 @dataclass(frozen=True, kw_only=True)
