@@ -23,7 +23,8 @@ from outlast.config import host_and_port, job_token, lighthouse_address
 from outlast.errors import StorageError, UserError
 from outlast.events import last_commit, since, to_ranges
 from outlast.ft import protocol
-from outlast.ft.group import Lighthouse, Meeting, Plane, PlaneError, Pulse
+from outlast.ft.group import Lighthouse, Meeting, Pulse
+from outlast.ft.plane import Plane, PlaneError
 from outlast.models.probe import numerics_probe
 from outlast.ranks import first_line
 from outlast.sockets import is_loopback, listen, serve_store
