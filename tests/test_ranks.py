@@ -43,5 +43,5 @@ def test_all_started_at_the_same_moment_train_together_twenty_times_of_twenty(tm
     for number in range(20):
         run = Launch(tmp_path / f"run{number}", 2, ranks=2, training__steps=5)
         run.same_bits(training__steps=5)
-        assert not run.events("died", "retry", "heal")
+        assert not run.events("retry", "heal") and not [e for e in run.events("died") if e["code"]]
         assert groups_of(run.events("commit")[0]) == {0, 1}, "the first step is made by both"
